@@ -1,0 +1,359 @@
+"""Every record that crosses a process border. The docs and types of the fields stand in avro/<Name>.avsc.
+
+A dataclass here and its .avsc name the same fields in the same order; a test holds them together.
+Ids are 16 raw bytes, tokens are model vocabulary ids, times are milliseconds (of the epoch where the
+name ends in `_at`, a duration where it ends in `_ms`). A run is (slot, epoch): one life of one worker.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = field(default_factory=list)
+
+
+# inference.requests
+
+
+@dataclass(slots=True)
+class InferenceRequest:
+    request_id: bytes
+    attempt: int
+    tenant: str
+    priority: int
+    model: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    sampling: SamplingParams
+    reply_partition: int
+    owner_epoch: int
+    accepted_at: int
+    end_ms: int
+    start_ms: int | None = None
+    excluded_slots: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Cancellation:
+    request_id: bytes
+    attempt: int
+    tenant: str
+    reason: str
+    slot: int | None = None
+    epoch: int | None = None
+
+
+@dataclass(slots=True)
+class RestatedRequest:
+    request_id: bytes
+    tenant: str
+    priority: int
+    reserved_tokens: int
+    age_ms: int
+
+
+@dataclass(slots=True)
+class Restate:
+    owner_slot: int
+    owner_epoch: int
+    takeover_offset: int
+    requests: list[RestatedRequest]
+
+
+# inference.prefill, inference.decode
+
+
+@dataclass(slots=True)
+class Dispatch:
+    slot: int
+    epoch: int
+    expected_output_tokens: int
+    request: InferenceRequest
+
+
+@dataclass(slots=True)
+class Handoff:
+    request_id: bytes
+    attempt: int
+    prefill_slot: int
+    prefill_epoch: int
+    decode_slot: int
+    decode_epoch: int
+    lease_ms: int
+    block_ids: list[int]
+    num_tokens: int
+    first_token_id: int
+    checksum: bytes
+
+
+# inference.tokens: the reply partition, whose fold is the state of a request (stream_state.py)
+
+
+@dataclass(slots=True)
+class Admitted:
+    request_id: bytes
+    attempt: int
+    owner_epoch: int
+    requests_partition: int
+    requests_offset: int
+
+
+@dataclass(slots=True)
+class Dispatched:
+    request_id: bytes
+    attempt: int
+    owner_epoch: int
+    slot: int
+    epoch: int
+    model: str
+
+
+@dataclass(slots=True)
+class TokenChunk:
+    request_id: bytes
+    attempt: int
+    position: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Tokens:
+    slot: int
+    epoch: int
+    chunks: list[TokenChunk]
+
+
+@dataclass(slots=True)
+class Completion:
+    request_id: bytes
+    attempt: int
+    slot: int
+    epoch: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    finish_reason: str
+    text_length: int | None = None
+    message: str | None = None
+
+
+@dataclass(slots=True)
+class Rejected:
+    request_id: bytes
+    attempt: int
+    status: int
+    code: str
+    message: str
+    retry_after_ms: int | None = None
+
+
+@dataclass(slots=True)
+class Duplicate:
+    request_id: bytes
+    public_id: str
+
+
+@dataclass(slots=True)
+class Retry:
+    request_id: bytes
+    attempt: int
+    owner_epoch: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Claim:
+    from_epoch: int
+    by_slot: int
+    by_epoch: int
+    request_id: bytes | None = None
+
+
+@dataclass(slots=True)
+class Attach:
+    request_id: bytes
+    slot: int
+    epoch: int
+
+
+@dataclass(slots=True)
+class Detach:
+    request_id: bytes
+    slot: int
+    epoch: int
+    detach_ms: int
+
+
+# inference.usage
+
+
+@dataclass(slots=True)
+class Usage:
+    request_id: bytes
+    attempt: int
+    sealed: bool
+    tenant: str
+    priority: int
+    model: str
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    finish_reason: str
+    accepted_at: int
+    ended_at: int
+    slot: int | None = None
+    epoch: int | None = None
+
+
+# fleet.heartbeats, fleet.events, fleet.decisions
+
+
+@dataclass(slots=True)
+class WorkerStatus:
+    model: str
+    max_model_len: int
+    draining: bool
+    num_blocks: int
+    free_blocks: int
+    block_size: int
+    max_num_seqs: int
+    num_running: int
+    num_waiting: list[int]
+    queued_prefill_tokens: int
+    mailbox_offsets: list[int]
+    step_age_ms: int
+    step_time_ms: float
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    canary: str = "unknown"
+    prefix_sketch: bytes = b""
+
+
+@dataclass(slots=True)
+class QueuedTokens:
+    model: str
+    priority: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class PartitionStatus:
+    partition: int
+    takeover_offset: int
+    read_offset: int
+    queued: list[QueuedTokens]
+
+
+@dataclass(slots=True)
+class Heartbeat:
+    role: str
+    slot: int
+    epoch: int
+    nonce: bytes
+    address: str | None = None
+    worker: WorkerStatus | None = None
+    partitions: list[PartitionStatus] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Join:
+    role: str
+    slot: int
+    nonce: bytes
+    address: str | None = None
+    model: str | None = None
+
+
+@dataclass(slots=True)
+class Drain:
+    role: str
+    slot: int
+    epoch: int
+
+
+@dataclass(slots=True)
+class Left:
+    role: str
+    slot: int
+    epoch: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Decision:
+    request_id: bytes
+    attempt: int
+    tenant: str
+    priority: int
+    model: str
+    action: str
+    reason: str
+    inputs: dict[str, float]
+    slot: int | None = None
+    epoch: int | None = None
+
+
+# control.tenants, control.models
+
+
+@dataclass(slots=True)
+class ApiKey:
+    key_id: str
+    sha256: bytes
+    created_at: int
+
+
+@dataclass(slots=True)
+class ClassLimits:
+    priority: int
+    tokens_per_minute: int | None = None
+    requests_per_minute: int | None = None
+    max_concurrent_requests: int | None = None
+    max_enqueued_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Tenant:
+    name: str
+    tier: int
+    keys: list[ApiKey]
+    limits: list[ClassLimits]
+    weight: float = 1.0
+    disabled: bool = False
+
+
+@dataclass(slots=True)
+class Model:
+    id: str
+    architecture: str
+    max_model_len: int
+    fallback_models: list[str] = field(default_factory=list)
+
+
+# batch.requests.<tenant>, batch.results.<tenant>, for producers who prefer Avro to JSON
+
+
+@dataclass(slots=True)
+class BatchRequest:
+    custom_id: str
+    body: str
+    method: str | None = None
+    url: str | None = None
+
+
+@dataclass(slots=True)
+class BatchResult:
+    id: str
+    custom_id: str
+    status_code: int | None = None
+    body: str | None = None
+    error_code: str | None = None
+    error_message: str | None = None
