@@ -41,17 +41,17 @@ def _fingerprint(schema: Any) -> bytes:
     return bytes.fromhex(digest)  # fastavro prints the little-endian bytes that go on the wire
 
 
-def _nested(annotation: Any) -> tuple[type, bool] | None:
+def _nested(annotation: Any) -> tuple[Any, bool] | None:
     """(record class, in a list?) of a field that holds records, else None."""
     if isinstance(annotation, types.UnionType):
         annotation = next(a for a in annotation.__args__ if a is not types.NoneType)
-    if typing.get_origin(annotation) is list and dataclasses.is_dataclass(annotation.__args__[0]):
-        return annotation.__args__[0], True
-    return (annotation, False) if dataclasses.is_dataclass(annotation) else None
+    in_list = typing.get_origin(annotation) is list
+    item = annotation.__args__[0] if in_list else annotation
+    return (item, in_list) if dataclasses.is_dataclass(item) else None
 
 
 @functools.cache
-def _converters(cls: type) -> tuple[_Convert, _Convert]:
+def _converters(cls: Any) -> tuple[_Convert, _Convert]:
     """(record → dict, dict → record), generated once: this runs for every record on every topic."""
     hints = typing.get_type_hints(cls)
     scope: dict[str, Any] = {"cls": cls}
@@ -120,7 +120,7 @@ class Codec:
 
     def encode(self, record: Record) -> bytes:
         """Raises CodecError naming the record when a field does not fit its schema."""
-        cls = type(record)
+        cls: Any = type(record)
         out = BytesIO()
         try:
             out.write(self._prefix[cls])

@@ -5,6 +5,7 @@ HEADRACE_ name that no service knows fails, so a typing error is never a silent 
 """
 
 import dataclasses
+import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,7 @@ from schemas.topics import Layout
 
 PREFIX = "HEADRACE_"
 T = TypeVar("T")
+_MODELS_DIR = Path(".headrace/models")
 
 # Set for the commands, not for a service; children inherit them.
 _COMMAND_VARIABLES = frozenset({"HEADRACE_PYTHON", "HEADRACE_JAVA", "HEADRACE_CACHE", "HEADRACE_API_KEY"})
@@ -44,7 +46,7 @@ class CommonConfig:
     shards: int = setting(4, doc="Shards of hashed topics.")
     worker_slots: int = setting(4, doc="Worker slots the topics were made for.")
     gateway_slots: int = setting(4, doc="Gateway slots the topics were made for.")
-    models_dir: Path = setting(Path(".headrace/models"), doc="Folder of the model catalogue.")
+    models_dir: Path = setting(_MODELS_DIR, doc="Folder of the model catalogue.")
     log_level: str = setting("INFO", doc="DEBUG, INFO, WARNING or ERROR.")
 
     def layout(self) -> Layout:
@@ -117,8 +119,6 @@ def from_env(cls: type[T], environ: Mapping[str, str], also_known: Iterable[str]
 
 
 def _closest(name: str, known: Iterable[str]) -> str:
-    import difflib
-
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean {near[0]}?" if near else "see the service's config.py"
 

@@ -170,6 +170,15 @@ class Retry:
 
 
 @dataclass(slots=True)
+class Failed:
+    request_id: bytes
+    attempt: int
+    owner_epoch: int
+    code: str
+    message: str
+
+
+@dataclass(slots=True)
 class Claim:
     from_epoch: int
     by_slot: int

@@ -1,0 +1,121 @@
+"""The model catalogue: one folder a model, `<models_dir>/<id>/model.json` beside its weights and tokenizer.
+
+To serve another model, put its folder there. The model `simulated` is built in and needs no files.
+"""
+
+import dataclasses
+import json
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SIMULATED_MODEL = "simulated"
+_SIMULATED_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+class CatalogError(ValueError):
+    """A model that is not there, or a model.json that is not right; the message names file and field."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What the fleet must agree on about one model. Lengths are in tokens.
+
+    `weights` and `tokenizer` are file names in the model's folder; empty for the simulated model.
+    """
+
+    id: str
+    architecture: str
+    weights: str
+    tokenizer: str
+    max_model_len: int
+    bos_token_id: int
+    add_bos: bool
+    eos_token_ids: list[int]
+    chat_template: str = ""
+    license: str = ""
+    license_url: str = ""
+    description: str = ""
+    fallback_models: list[str] = field(default_factory=list)
+
+
+def simulated_model() -> ModelSpec:
+    """Bytes as tokens 0 … 255, then bos 256 and eos 257."""
+    return ModelSpec(
+        id=SIMULATED_MODEL,
+        architecture="simulated",
+        weights="",
+        tokenizer="",
+        max_model_len=32_768,
+        bos_token_id=256,
+        add_bos=True,
+        eos_token_ids=[257],
+        chat_template=_SIMULATED_TEMPLATE,
+        description="No weights: tokens are a function of request and position",
+    )
+
+
+def parse_spec(text: str, source: str) -> ModelSpec:
+    """The spec in a model.json. Raises CatalogError that names `source` and the field."""
+    try:
+        data = json.loads(text)
+    except ValueError as e:
+        raise CatalogError(f"{source}: not JSON: {e}") from None
+    if not isinstance(data, dict):
+        raise CatalogError(f"{source}: expected an object")
+    hints = typing.get_type_hints(ModelSpec)
+    fields = {f.name: f for f in dataclasses.fields(ModelSpec)}
+    if unknown := sorted(data.keys() - fields.keys()):
+        raise CatalogError(f"{source}: unknown field {unknown[0]!r}")
+    for name, f in fields.items():
+        if name not in data:
+            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+                raise CatalogError(f"{source}: field {name!r} is missing")
+            continue
+        value, hint = data[name], hints[name]
+        kind = typing.get_origin(hint) or hint
+        good = isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
+        if good and kind is list:
+            good = all(type(item) is hint.__args__[0] for item in value)
+        if not good:
+            raise CatalogError(f"{source}: field {name!r} must be {getattr(hint, '__name__', hint)}")
+    spec = ModelSpec(**data)
+    if spec.max_model_len < 1:
+        raise CatalogError(f"{source}: field 'max_model_len' must be at least 1")
+    return spec
+
+
+class Catalog:
+    """The models of a folder, and the simulated one."""
+
+    def __init__(self, specs: list[ModelSpec], models_dir: Path) -> None:
+        self.models_dir = models_dir
+        self.specs = {spec.id: spec for spec in specs}
+
+    @classmethod
+    def load(cls, models_dir: Path) -> "Catalog":
+        """Reads every `*/model.json`. A folder that is not there holds no models. Raises CatalogError."""
+        specs = [simulated_model()]
+        for path in sorted(models_dir.glob("*/model.json")):
+            spec = parse_spec(path.read_text(), str(path))
+            if spec.id != path.parent.name:
+                raise CatalogError(f"{path}: field 'id' is {spec.id!r}, but the folder is another name")
+            specs.append(spec)
+        return cls(specs, models_dir)
+
+    def get(self, model_id: str) -> ModelSpec:
+        """Raises CatalogError listing the models that there are."""
+        spec = self.specs.get(model_id)
+        if spec is None:
+            known = ", ".join(sorted(self.specs)) or "none"
+            raise CatalogError(f"no model {model_id!r} in {self.models_dir} (there: {known})")
+        return spec
+
+    def weights_path(self, spec: ModelSpec) -> Path:
+        return self.models_dir / spec.id / spec.weights
+
+    def tokenizer_path(self, spec: ModelSpec) -> Path:
+        return self.models_dir / spec.id / spec.tokenizer

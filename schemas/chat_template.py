@@ -1,0 +1,92 @@
+"""Renders a model's chat template (jinja2, sandboxed) into token ids."""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from schemas.tokenization import Tokenizer
+
+
+class ChatTemplateError(ValueError):
+    """The template is broken or refuses the messages; the message is fit for the user."""
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise ChatTemplateError(message)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, autoescape=False)
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return env
+
+
+class ChatTemplate:
+    """One model's template. Control tokens spelled out in a message stay plain text."""
+
+    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
+        """Raises ChatTemplateError when `source` does not parse."""
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateError as e:
+            raise ChatTemplateError(f"the model's chat template is broken: {e}") from e
+        self._tokenizer = tokenizer
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], **context: Any) -> list[int]:
+        """Token ids of the prompt that asks for the assistant's next turn. Raises ChatTemplateError.
+
+        A spelled-out control token in a message travels through the template as a random placeholder, so
+        that the template's own control tokens, and only they, become control ids.
+        """
+        forged: list[str] = []
+        nonce = secrets.token_hex(16)
+
+        def hide(control_token: str) -> str:
+            forged.append(control_token)
+            return f"{nonce}{len(forged) - 1:08d}"
+
+        rendered = self._render([self._disarm(message, hide) for message in messages], context)
+        if not forged:
+            return self._tokenizer.encode_template(rendered)
+        ids: list[int] = []
+        for i, part in enumerate(re.split(nonce + r"(\d{8})", rendered)):
+            ids += (
+                self._tokenizer.encode(forged[int(part)]) if i % 2 else self._tokenizer.encode_template(part)
+            )
+        return ids
+
+    def _render(self, messages: list[dict[str, Any]], context: dict[str, Any]) -> str:
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=True,
+                bos_token=self._tokenizer.bos_token,
+                **context,
+            )
+        except ChatTemplateError:
+            raise
+        except TemplateError as e:
+            raise ChatTemplateError(f"the model's chat template refuses these messages: {e}") from e
+        except Exception as e:  # a template's own type errors, on shapes it did not expect
+            raise ChatTemplateError(f"the model's chat template cannot render these messages: {e}") from e
+
+    def _disarm(self, value: Any, hide: Callable[[str], str]) -> Any:
+        if isinstance(value, str):
+            return self._tokenizer.replace_special(value, hide)
+        if isinstance(value, Mapping):
+            return {key: self._disarm(item, hide) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._disarm(item, hide) for item in value]
+        return value

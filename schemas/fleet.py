@@ -1,0 +1,164 @@
+"""Who is alive, judged on the log's clock (architecture §3), and how a process joins.
+
+Heartbeats of the whole fleet lie in one partition with the broker's timestamps. A slot is lost when the
+newest heartbeat of anyone is 1 s younger than its own last. So a stalled broker ages nobody, and a
+watcher that was stopped and wakes accuses nobody: it judges only while its own heartbeat comes back.
+"""
+
+import secrets
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from schemas import topics
+from schemas.codec import encode
+from schemas.records import Drain, Heartbeat, Join, Left
+
+HEARTBEAT_INTERVAL_S = 0.1
+SILENCE_MS = 1_000
+MAX_GAP_MS = 300
+OWN_HEARTBEAT_MS = 500
+
+# Settings for aiokafka that all services share.
+PRODUCER_SETTINGS: dict[str, Any] = {
+    "acks": "all",
+    "enable_idempotence": True,
+    "linger_ms": 0,
+    "max_request_size": 8 << 20,
+    "request_timeout_ms": 20_000,
+}
+# acks=1 delivers no sooner than all and may double, which harms no heartbeat.
+HEARTBEAT_PRODUCER_SETTINGS: dict[str, Any] = {"acks": 1, "linger_ms": 0, "request_timeout_ms": 2_000}
+# For partitions assigned by hand: what is out of range must be seen, not skipped.
+CONSUMER_SETTINGS: dict[str, Any] = {
+    "enable_auto_commit": False,
+    "auto_offset_reset": "none",
+    "max_partition_fetch_bytes": 8 << 20,
+    "fetch_max_wait_ms": 500,
+}
+
+FleetEvent = Join | Drain | Left
+
+
+class LogClock:
+    """Milliseconds of heartbeat log that passed; gaps of more than 300 ms do not count."""
+
+    __slots__ = ("_last", "now_ms")
+
+    def __init__(self) -> None:
+        self.now_ms = 0
+        self._last: int | None = None
+
+    def advance(self, timestamp_ms: int) -> int:
+        """Takes the next record's broker time and returns the clock."""
+        if self._last is not None:
+            step = timestamp_ms - self._last
+            if 0 < step <= MAX_GAP_MS:
+                self.now_ms += step
+        self._last = timestamp_ms if self._last is None else max(self._last, timestamp_ms)
+        return self.now_ms
+
+
+@dataclass(slots=True)
+class Member:
+    """The newest known life of a slot. `last_ms` is on the log's clock."""
+
+    role: str
+    slot: int
+    epoch: int
+    last_ms: int
+    heartbeat: Heartbeat | None = None
+    draining: bool = False
+    left: str | None = None
+
+
+class FleetView:
+    """The fleet as one watcher sees it: fed with fleet.heartbeats and fleet.events, in order. Pure."""
+
+    def __init__(self) -> None:
+        self.clock = LogClock()
+        self._members: dict[tuple[str, int], Member] = {}
+        self._own: tuple[str, int, int] | None = None
+        self._own_last_ms: int | None = None
+
+    def watch_as(self, role: str, slot: int, epoch: int) -> None:
+        """Names the watcher, whose own heartbeats must come back before it may judge silence."""
+        self._own, self._own_last_ms = (role, slot, epoch), None
+
+    def on_heartbeat(self, heartbeat: Heartbeat, timestamp_ms: int) -> None:
+        now = self.clock.advance(timestamp_ms)
+        key = (heartbeat.role, heartbeat.slot)
+        if self._own == (*key, heartbeat.epoch):
+            self._own_last_ms = now
+        member = self._members.get(key)
+        if member is None or heartbeat.epoch > member.epoch:
+            self._members[key] = Member(*key, heartbeat.epoch, now, heartbeat)
+        elif heartbeat.epoch == member.epoch:
+            member.last_ms, member.heartbeat = now, heartbeat
+
+    def on_event(self, event: FleetEvent, offset: int) -> None:
+        """`offset` is the event's own in fleet.events: for a Join it is the epoch."""
+        key = (event.role, event.slot)
+        epoch = offset if isinstance(event, Join) else event.epoch
+        member = self._members.get(key)
+        if member is None or epoch > member.epoch:
+            member = self._members[key] = Member(*key, epoch, self.clock.now_ms)
+        if epoch < member.epoch:
+            return
+        if isinstance(event, Left):
+            member.left = event.reason
+        elif isinstance(event, Drain):
+            member.draining = True
+
+    @property
+    def may_judge(self) -> bool:
+        return self._own_last_ms is not None and self.clock.now_ms - self._own_last_ms <= OWN_HEARTBEAT_MS
+
+    def gone(self, role: str, slot: int, epoch: int) -> str | None:
+        """Why that life of the slot is over (left, superseded, silent), or None while it may live."""
+        member = self._members.get((role, slot))
+        if member is None or member.epoch < epoch:
+            return None
+        if member.epoch > epoch:
+            return f"superseded by epoch {member.epoch}"
+        if member.left is not None:
+            return f"left: {member.left}"
+        if self.may_judge and self.clock.now_ms - member.last_ms >= SILENCE_MS:
+            return "silent"
+        return None
+
+    def live(self, role: str) -> list[Member]:
+        """Members that heartbeat and are not gone, by slot."""
+        return [
+            m
+            for (r, _), m in sorted(self._members.items())
+            if r == role and m.heartbeat is not None and self.gone(r, m.slot, m.epoch) is None
+        ]
+
+    def epoch_of(self, role: str, slot: int) -> int | None:
+        """The highest epoch seen in a slot."""
+        member = self._members.get((role, slot))
+        return None if member is None else member.epoch
+
+
+class Producer(Protocol):
+    """The part of AIOKafkaProducer that joining needs."""
+
+    async def send_and_wait(
+        self, topic: str, value: bytes | None = None, key: bytes | None = None, partition: int | None = None
+    ) -> Any: ...
+
+
+async def join(
+    producer: Producer, role: str, slot: int, address: str | None = None, model: str | None = None
+) -> tuple[int, bytes]:
+    """Appends Join and returns (epoch, nonce): the record's offset is the epoch. The caller sets the deadline."""
+    nonce = secrets.token_bytes(8)
+    record = Join(role=role, slot=slot, nonce=nonce, address=address, model=model)
+    metadata = await producer.send_and_wait(topics.EVENTS, encode(record), partition=0)
+    return metadata.offset, nonce
+
+
+async def publish_schemas(producer: Producer, schemas: dict[str, str]) -> None:
+    """Puts the writer's schemas into control.schemas before it writes anything else."""
+    for fingerprint, text in schemas.items():
+        await producer.send_and_wait(topics.SCHEMAS, text.encode(), key=fingerprint.encode(), partition=0)
