@@ -20,10 +20,14 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step: decodes first, then prompt chunks. `preempted` lost their blocks in this step."""
+    """One step: decodes first, then prompt chunks.
+
+    `preempted` lost their blocks in this step; `admitted` left the waiting queue in it.
+    """
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
     total_num_scheduled_tokens: int = 0
 
 

@@ -1,7 +1,7 @@
 """A request as the engine sees it: token ids, progress, blocks, and how it ends."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 from schemas.priority import PriorityClass
 from schemas.records import SamplingParams
@@ -20,6 +20,20 @@ _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
     RequestStatus.FINISHED: frozenset(),
 }
+
+
+class FinishReason(StrEnum):
+    """Why a request ended in this engine.
+
+    STOP: an end or stop token. LENGTH: max_tokens or the context is reached. CANCELLED: asked for. ERROR:
+    refused, see `RequestOutput.error`. SUPERSEDED: a higher attempt came; nobody waits for this one.
+    """
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+    SUPERSEDED = "superseded"
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +60,7 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_resumed_tokens: int = field(init=False)
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
         self.num_resumed_tokens = len(self.output_token_ids)
@@ -61,3 +75,17 @@ class Request:
         if status not in _TRANSITIONS[self.status]:
             raise ValueError(f"request {self.request_id.hex()}: {self.status.value} -> {status.value}")
         self.status = status
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one step did for one request: `token_ids` from output position `position` on, and its end if any.
+
+    `error` says what was wrong when the finish reason is ERROR, else it is empty.
+    """
+
+    request: Request
+    position: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    error: str = ""

@@ -1,0 +1,140 @@
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from schemas.priority import PriorityClass
+from tests.engine_factories import EOS, make_config, make_engine, make_request, make_runner, request_id
+from workers.batch import SchedulerOutput
+from workers.engine import Engine, EngineThread, StepResult
+from workers.request import FinishReason, RequestOutput
+from workers.simulated_runner import SimulatedRunner
+
+DEADLINE_S = 10
+
+
+class Outputs:
+    """Collects what the engine thread delivers."""
+
+    def __init__(self) -> None:
+        self.results: queue.Queue[StepResult] = queue.Queue()
+        self.errors: queue.Queue[BaseException] = queue.Queue()
+
+    def until_end(self, number: int) -> list[RequestOutput]:
+        seen = []
+        while True:
+            for output in self.results.get(timeout=DEADLINE_S).outputs:
+                if output.request.request_id == request_id(number):
+                    seen.append(output)
+                    if output.finish_reason:
+                        return seen
+
+
+@contextmanager
+def running(engine: Engine) -> Iterator[tuple[EngineThread, Outputs]]:
+    outputs = Outputs()
+    thread = EngineThread(engine, outputs.results.put, outputs.errors.put)
+    thread.start()
+    try:
+        yield thread, outputs
+    finally:
+        assert thread.stop(DEADLINE_S)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_a_request_goes_through_the_thread() -> None:
+    with running(make_engine()) as (thread, outputs):
+        thread.add(make_request(1, max_tokens=5))
+        seen = outputs.until_end(1)
+        assert [o.position for o in seen] == [0, 1, 2, 3, 4]
+        expected = [make_runner().token_at(request_id(1), p) for p in range(5)]
+        assert [t for o in seen for t in o.token_ids] == expected
+        wait_for(lambda: thread.stats.num_running == 0)
+        assert thread.step_age(time.monotonic()) == 0.0
+
+
+def test_an_abort_ends_a_running_request_and_frees_its_blocks() -> None:
+    with running(make_engine(step_ms=1)) as (thread, outputs):
+        thread.add(make_request(1, max_tokens=4000))
+        outputs.results.get(timeout=DEADLINE_S)
+        thread.abort(request_id(1), 1)
+        assert outputs.until_end(1)[-1].finish_reason is FinishReason.CANCELLED
+        wait_for(lambda: thread.stats.free_blocks == thread.stats.num_blocks)
+
+
+def test_a_refusal_is_delivered() -> None:
+    with running(make_engine(num_blocks=1)) as (thread, outputs):
+        thread.add(make_request(1, prompt_len=100))
+        (output,) = outputs.until_end(1)
+        assert output.finish_reason is FinishReason.ERROR
+        assert "KV blocks" in output.error
+
+
+def test_blocked_sequences_wait_and_go_on() -> None:
+    with running(make_engine()) as (thread, outputs):
+        thread.set_blocked(frozenset({3}))
+        thread.add(make_request(1, reply_partition=3))
+        thread.add(make_request(2, reply_partition=4))
+        outputs.until_end(2)
+        wait_for(lambda: thread.stats.num_running == 0)
+        assert thread.stats.num_waiting == (1, 0, 0)
+        thread.set_blocked(frozenset())
+        assert len(outputs.until_end(1)) == 4
+
+
+def test_read_offsets_show_only_with_what_was_read_before_them() -> None:
+    with running(make_engine(step_ms=1)) as (thread, outputs):
+        thread.add(make_request(1, priority=PriorityClass.FREE, max_tokens=4000))
+        thread.note_read(PriorityClass.FREE, 17)
+        wait_for(lambda: thread.stats.read_offsets == (0, 17, 0))
+        assert thread.stats.num_running == 1
+        thread.abort(request_id(1), 1)
+        outputs.until_end(1)
+
+
+class StuckRunner(SimulatedRunner):
+    """Stays inside a step until it is told to fail."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=100)
+        self.entered = threading.Event()
+        self.fail = threading.Event()
+
+    def execute(self, batch: SchedulerOutput) -> list[int | None]:
+        self.entered.set()
+        assert self.fail.wait(DEADLINE_S)
+        raise RuntimeError("device lost")
+
+
+def test_step_age_grows_in_a_stuck_step_and_a_runner_error_is_fatal() -> None:
+    runner = StuckRunner()
+    with running(Engine(make_config(), runner, 10, {EOS})) as (thread, outputs):
+        thread.add(make_request(1))
+        assert runner.entered.wait(DEADLINE_S)
+        now = time.monotonic()
+        assert thread.step_age(now + 5) > 4.9
+        runner.fail.set()
+        error = outputs.errors.get(timeout=DEADLINE_S)
+        assert str(error) == "device lost"
+        assert outputs.results.empty()
+
+
+def test_warm_up_leaves_nothing_behind() -> None:
+    engine = make_engine()
+    engine.warm_up(token_id=5)
+    assert engine.pool.num_free_blocks == engine.pool.num_blocks
+    assert not engine.scheduler.has_requests
+
+
+def test_warm_up_says_why_it_cannot_run() -> None:
+    with pytest.raises(ValueError, match="the warm-up request was refused: the prompt has 32 tokens"):
+        make_engine(max_model_len=20).warm_up(token_id=5)

@@ -1,0 +1,215 @@
+"""The engine loop, schedule → execute → update_from_output, and the thread that turns it."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+
+from schemas.priority import PriorityClass
+from schemas.records import SamplingParams
+from workers.batch import ModelRunner, SchedulerOutput
+from workers.block_pool import BlockPool
+from workers.engine_stats import EngineStats, StepMeter
+from workers.kv_cache_manager import KVCacheManager
+from workers.request import Request, RequestOutput
+from workers.scheduler import Scheduler, SchedulerConfig
+
+_NONE_BLOCKED: frozenset[int] = frozenset()
+_STATS_INTERVAL_S = 0.02
+
+
+class Engine:
+    """Scheduler, block pool and runner as one. Not thread-safe: one thread drives it."""
+
+    def __init__(
+        self, config: SchedulerConfig, runner: ModelRunner, num_blocks: int, eos_token_ids: Set[int]
+    ) -> None:
+        self.runner = runner
+        self.pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(config, KVCacheManager(self.pool), eos_token_ids)
+        runner.initialize_kv_cache(num_blocks)
+
+    def add_request(self, request: Request) -> list[RequestOutput]:
+        """See `Scheduler.add_request`."""
+        return self.scheduler.add_request(request)
+
+    def abort(self, request_id: bytes, attempt: int) -> list[RequestOutput]:
+        """See `Scheduler.abort`."""
+        output = self.scheduler.abort(request_id, attempt)
+        return [] if output is None else [output]
+
+    def step(
+        self, blocked_partitions: Set[int] = _NONE_BLOCKED
+    ) -> tuple[SchedulerOutput, list[RequestOutput]]:
+        """One turn of the loop. An empty batch is not executed: nothing could be scheduled."""
+        batch = self.scheduler.schedule(blocked_partitions)
+        if not batch.scheduled:
+            return batch, []
+        sampled = self.runner.execute(batch)
+        return batch, self.scheduler.update_from_output(batch, sampled)
+
+    def warm_up(self, token_id: int, num_prompt_tokens: int = 32) -> None:
+        """Runs one short request to its end, so that the first real one finds memory and kernels ready."""
+        sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        prompt = [token_id] * num_prompt_tokens
+        outputs = self.add_request(Request(bytes(16), 0, PriorityClass.INTERACTIVE, prompt, sampling, 0))
+        while self.scheduler.has_requests:
+            outputs = self.step()[1]
+        if outputs[-1].error:
+            raise ValueError(f"the warm-up request was refused: {outputs[-1].error}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one turn of the engine thread did. Times in seconds of the thread's clock.
+
+    `batch` is empty when the outputs come from adds and aborts alone.
+    """
+
+    batch: SchedulerOutput
+    outputs: list[RequestOutput]
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: bytes
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    priority: PriorityClass
+    next_offset: int
+
+
+class EngineThread:
+    """Turns an engine in a thread of its own. All methods may be called from any thread and never wait.
+
+    `on_step` is called from the engine thread with every result that holds a batch or outputs; it must hand
+    them on without waiting. `on_fatal` is called from it, once, with the error that ended the loop: what
+    was in the engine is lost and the process must not go on.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_step: Callable[[StepResult], None],
+        on_fatal: Callable[[BaseException], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine = engine
+        self._on_step = on_step
+        self._on_fatal = on_fatal
+        self._clock = clock
+        self._inputs: deque[Request | _Abort | _Read] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._blocked: frozenset[int] = _NONE_BLOCKED
+        self._busy_since: float | None = None
+        self._read_offsets = [0] * len(PriorityClass)
+        self._meter = StepMeter()
+        self._stats_at = float("-inf")
+        self._stats = self._look()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def stats(self) -> EngineStats:
+        """The last look, at most a step and 20 ms old."""
+        return self._stats
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """Ends the loop after the current step; True if that came within `timeout` seconds."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def add(self, request: Request) -> None:
+        """Hands a request over for good: only the engine thread touches it from now on."""
+        self._put(request)
+
+    def abort(self, request_id: bytes, attempt: int) -> None:
+        """Ends the request before the next step, if its attempt is at most `attempt`."""
+        self._put(_Abort(request_id, attempt))
+
+    def note_read(self, priority: PriorityClass, next_offset: int) -> None:
+        """Says up to where the mailbox was read; shows in `stats` once all added before it does too."""
+        self._put(_Read(priority, next_offset))
+
+    def set_blocked(self, partitions: frozenset[int]) -> None:
+        """Sequences that reply to these partitions stand still until another call."""
+        self._blocked = partitions
+        self._wake.set()
+
+    def step_age(self, now: float) -> float:
+        """Seconds since the last step ended (or work came), 0 while there is nothing to do."""
+        since = self._busy_since
+        return 0.0 if since is None else max(0.0, now - since)
+
+    def _put(self, item: Request | _Abort | _Read) -> None:
+        self._inputs.append(item)
+        self._wake.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:  # nobody above this frame would ever hear of it
+            self._on_fatal(error)
+
+    def _turn(self) -> None:
+        began = self._clock()
+        if self._busy_since is None:
+            self._busy_since = began
+        # Cleared before the inputs are read: what comes later sets it again, so no input is slept over.
+        self._wake.clear()
+        outputs = self._take_inputs()
+        batch, sampled = self.engine.step(self._blocked)
+        outputs += sampled
+        ended = self._clock()
+        if batch.scheduled:
+            self._busy_since = ended
+            self._meter.add(batch, ended - began)
+        if batch.scheduled or outputs:
+            self._on_step(StepResult(batch, outputs, began, ended))
+        idle = not batch.scheduled
+        if idle or ended - self._stats_at >= _STATS_INTERVAL_S:
+            self._stats_at = ended
+            self._stats = self._look()
+        if idle and not self._inputs:
+            self._busy_since = None
+            self._wake.wait()
+
+    def _take_inputs(self) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        inputs = self._inputs
+        while inputs:
+            item = inputs.popleft()
+            if isinstance(item, Request):
+                outputs += self.engine.add_request(item)
+            elif isinstance(item, _Abort):
+                outputs += self.engine.abort(item.request_id, item.attempt)
+            else:
+                self._read_offsets[item.priority] = item.next_offset
+        return outputs
+
+    def _look(self) -> EngineStats:
+        scheduler, pool, meter = self.engine.scheduler, self.engine.pool, self._meter
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting_by_class(),
+            num_blocks=pool.num_blocks,
+            free_blocks=pool.num_free_blocks,
+            queued_prefill_tokens=scheduler.num_uncomputed_tokens(),
+            num_preemptions=scheduler.num_preemptions,
+            step_time_ms=meter.step_s * 1000,
+            prefill_tokens_per_s=meter.prefill_tokens_per_s,
+            decode_tokens_per_s=meter.decode_tokens_per_s,
+            read_offsets=tuple(self._read_offsets),
+        )

@@ -1,0 +1,49 @@
+"""What the engine says about itself in heartbeats and metrics."""
+
+from dataclasses import dataclass, field
+
+from workers.batch import SchedulerOutput
+
+_WEIGHT = 0.1  # of a new step in the running means: they forget in some tens of steps
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One consistent look, taken by the engine thread between two steps.
+
+    `read_offsets` are the mailbox offsets, by class, up to which dispatches are in these figures.
+    """
+
+    num_running: int = 0
+    num_waiting: tuple[int, ...] = (0, 0, 0)
+    num_blocks: int = 0
+    free_blocks: int = 0
+    queued_prefill_tokens: int = 0
+    num_preemptions: int = 0
+    step_time_ms: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    read_offsets: tuple[int, ...] = (0, 0, 0)
+
+
+@dataclass(slots=True)
+class StepMeter:
+    """Running means over steps. A rate counts only the steps of its kind: with prompt chunks, or without."""
+
+    step_s: float = field(default=0.0, init=False)
+    prefill_tokens_per_s: float = field(default=0.0, init=False)
+    decode_tokens_per_s: float = field(default=0.0, init=False)
+
+    def add(self, batch: SchedulerOutput, seconds: float) -> None:
+        seconds = max(seconds, 1e-9)
+        self.step_s = _mean(self.step_s, seconds)
+        num_tokens = batch.total_num_scheduled_tokens
+        num_prefill = num_tokens - len(batch.scheduled)
+        if num_prefill > 0:
+            self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, num_tokens / seconds)
+        else:
+            self.decode_tokens_per_s = _mean(self.decode_tokens_per_s, num_tokens / seconds)
+
+
+def _mean(mean: float, value: float) -> float:
+    return value if mean == 0.0 else mean + _WEIGHT * (value - mean)

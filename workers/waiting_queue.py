@@ -1,0 +1,43 @@
+"""Requests that hold no blocks yet: by class, then by arrival, with preempted ones in front."""
+
+from collections import deque
+from collections.abc import Set
+
+from schemas.priority import PriorityClass
+from workers.request import Request
+
+
+class WaitingQueue:
+    """One queue a class."""
+
+    def __init__(self) -> None:
+        self._by_class: dict[PriorityClass, deque[Request]] = {c: deque() for c in PriorityClass}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_class.values()))
+
+    def len_by_class(self) -> tuple[int, ...]:
+        """Queue lengths, indexed by class."""
+        return tuple(map(len, self._by_class.values()))
+
+    def num_tokens(self) -> int:
+        """Tokens that all of them must compute before they sample."""
+        return sum(r.num_tokens for queue in self._by_class.values() for r in queue)
+
+    def append(self, request: Request) -> None:
+        self._by_class[request.priority].append(request)
+
+    def put_back(self, request: Request) -> None:
+        """To the head of its class: it was running already."""
+        self._by_class[request.priority].appendleft(request)
+
+    def remove(self, request: Request) -> None:
+        """Raises ValueError if the request does not wait here."""
+        self._by_class[request.priority].remove(request)
+
+    def first(self, priority: PriorityClass, blocked_partitions: Set[int]) -> Request | None:
+        """The next of this class whose reply partition takes output, or None."""
+        queue = self._by_class[priority]
+        if not blocked_partitions:
+            return queue[0] if queue else None
+        return next((r for r in queue if r.reply_partition not in blocked_partitions), None)
