@@ -1,0 +1,14 @@
+"""Root mean square layer normalization (Zhang and Sennrich 2019, section 3), plain torch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm_ref(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """`x / sqrt(mean(x²) + epsilon) * weight` over the last dimension, in fp32, returned in x's dtype.
+
+    x: [..., dim]; weight: fp32, [dim], or [n, dim] with one weight for each of the last-but-one dimension.
+    """
+    normed = F.rms_norm(x.to(torch.float32), x.shape[-1:], None, epsilon)
+    return normed.mul_(weight).to(x.dtype)

@@ -1,0 +1,291 @@
+"""Reads GGUF files: metadata, tensor table, and one tensor at a time as fp32.
+
+The format is little-endian (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md):
+magic, version, counts, key-value metadata, tensor table, padding, tensor data.
+The bytes are mapped, not read: only what is dequantized is ever touched.
+"""
+
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_MAX_DIMS = 4
+_SHORTEST_ENTRY = 13  # bytes: an empty key, its type and a one-byte value
+
+MetadataValue = bool | int | float | str | list[str] | npt.NDArray[Any]
+
+
+class GGUFError(ValueError):
+    """The file is not a whole, readable GGUF file. The message names the file and the field."""
+
+
+class _ValueType(IntEnum):
+    UINT8 = 0
+    INT8 = 1
+    UINT16 = 2
+    INT16 = 3
+    UINT32 = 4
+    INT32 = 5
+    FLOAT32 = 6
+    BOOL = 7
+    STRING = 8
+    ARRAY = 9
+    UINT64 = 10
+    INT64 = 11
+    FLOAT64 = 12
+
+
+_DTYPES: dict[_ValueType, np.dtype[Any]] = {
+    _ValueType.UINT8: np.dtype("<u1"),
+    _ValueType.INT8: np.dtype("<i1"),
+    _ValueType.UINT16: np.dtype("<u2"),
+    _ValueType.INT16: np.dtype("<i2"),
+    _ValueType.UINT32: np.dtype("<u4"),
+    _ValueType.INT32: np.dtype("<i4"),
+    _ValueType.FLOAT32: np.dtype("<f4"),
+    _ValueType.BOOL: np.dtype("?"),
+    _ValueType.UINT64: np.dtype("<u8"),
+    _ValueType.INT64: np.dtype("<i8"),
+    _ValueType.FLOAT64: np.dtype("<f8"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One entry of the tensor table. `shape` is row-major (the file stores it reversed)."""
+
+    name: str
+    shape: tuple[int, ...]
+    quantization: GGMLQuantizationType
+    offset: int  # bytes from the start of the file
+    num_bytes: int
+
+
+class _Cursor:
+    """A position in the mapped header. Every read is checked against the end of the file."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data = data
+        self.path = path
+        self.offset = 0
+        self.field = "header"
+
+    def error(self, message: str) -> GGUFError:
+        return GGUFError(f"{self.path}: {self.field}: {message}")
+
+    def take(self, num_bytes: int) -> int:
+        start = self.offset
+        if num_bytes > len(self.data) - start:
+            raise self.error(
+                f"the file ends inside it ({num_bytes} bytes needed at offset {start}, "
+                f"{len(self.data)} bytes in the file): it is truncated"
+            )
+        self.offset = start + num_bytes
+        return start
+
+    def u32(self) -> int:
+        return int.from_bytes(self.data[self.take(4) : self.offset], "little")
+
+    def u64(self) -> int:
+        return int.from_bytes(self.data[self.take(8) : self.offset], "little")
+
+    def count(self, shortest: int) -> int:
+        """A number of entries of at least `shortest` bytes; more than the file can hold is an error."""
+        count = self.u64()
+        if count * shortest > len(self.data) - self.offset:
+            raise self.error(f"{count} entries cannot fit into the rest of the file: it is truncated")
+        return count
+
+    def string(self) -> str:
+        length = self.u64()
+        start = self.take(length)
+        try:
+            return self.data[start : self.offset].decode()
+        except UnicodeDecodeError as error:
+            raise self.error(f"a string is not UTF-8 ({error})") from error
+
+    def strings(self, count: int) -> list[str]:
+        # A vocabulary has 262,144 of them: one local loop without a method call per string.
+        data, offset, size = self.data, self.offset, len(self.data)
+        read_length = struct.Struct("<Q").unpack_from
+        values: list[str] = []
+        for _ in range(count):
+            start = offset + 8
+            if start > size:
+                self.offset = offset
+                self.take(8)
+            (length,) = read_length(data, offset)
+            offset = start + length
+            if offset > size:
+                self.offset = start
+                self.take(length)
+            try:
+                values.append(data[start:offset].decode())
+            except UnicodeDecodeError as error:
+                raise self.error(f"string {len(values)} is not UTF-8 ({error})") from error
+        self.offset = offset
+        return values
+
+    def value_type(self) -> _ValueType:
+        number = self.u32()
+        try:
+            return _ValueType(number)
+        except ValueError:
+            raise self.error(f"unknown metadata value type {number}") from None
+
+    def value(self) -> MetadataValue:
+        value_type = self.value_type()
+        if value_type is _ValueType.STRING:
+            return self.string()
+        if value_type is _ValueType.ARRAY:
+            element_type = self.value_type()
+            if element_type is _ValueType.ARRAY:
+                raise self.error("arrays of arrays are not supported")
+            if element_type is _ValueType.STRING:
+                return self.strings(self.count(8))
+            dtype = _DTYPES[element_type]
+            count = self.count(dtype.itemsize)
+            return np.frombuffer(self.data, dtype, count, self.take(count * dtype.itemsize)).copy()
+        dtype = _DTYPES[value_type]
+        value: bool | int | float = np.frombuffer(self.data, dtype, 1, self.take(dtype.itemsize))[0].item()
+        return value
+
+
+class GGUFFile:
+    """An open GGUF file. Use as a context manager.
+
+    `metadata` maps keys to Python scalars, strings, lists of strings or numpy arrays; `tensors` maps names
+    to `TensorInfo` in file order.
+
+    Raises GGUFError when the file is not GGUF, is truncated, has a quantization that is not known, or a
+    tensor that reaches past its end; OSError when it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            head = file.read(8)
+            if head[:4] != _MAGIC:
+                raise GGUFError(f"{path}: magic: {head[:4]!r} instead of {_MAGIC!r}: this is not a GGUF file")
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            self._parse()
+        except BaseException:
+            self._data.close()
+            raise
+
+    def _parse(self) -> None:
+        cursor = _Cursor(self._data, self.path)
+        cursor.take(4)
+        version = cursor.u32()
+        if version not in _VERSIONS:
+            raise cursor.error(f"GGUF version {version} is not supported (only {_VERSIONS}, little-endian)")
+        cursor.field = "tensor count"
+        num_tensors = cursor.count(1)
+        cursor.field = "metadata count"
+        num_metadata = cursor.count(_SHORTEST_ENTRY)
+
+        self.metadata: dict[str, MetadataValue] = {}
+        for index in range(num_metadata):
+            cursor.field = f"metadata entry {index}"
+            key = cursor.string()
+            cursor.field = f"metadata {key!r}"
+            if key in self.metadata:
+                raise cursor.error("given twice")
+            self.metadata[key] = cursor.value()
+
+        cursor.field = "metadata 'general.alignment'"
+        alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
+            raise cursor.error(f"{alignment!r} is not a positive multiple of 8")
+
+        entries = list(self._tensor_table(cursor, num_tensors))
+        data_start = -(-cursor.offset // alignment) * alignment
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, shape, quantization, offset in entries:
+            cursor.field = f"tensor {name!r}"
+            if name in self.tensors:
+                raise cursor.error("given twice")
+            if offset % alignment:
+                raise cursor.error(f"offset {offset} is not a multiple of the alignment {alignment}")
+            block_elements, block_bytes = GGML_QUANT_SIZES[quantization]
+            row = shape[-1] if shape else 1
+            if row % block_elements:
+                raise cursor.error(
+                    f"rows of {row} are no multiple of the {block_elements} of a {quantization.name} block"
+                )
+            num_bytes = prod(shape) // block_elements * block_bytes
+            start = data_start + offset
+            if start + num_bytes > len(self._data):
+                raise cursor.error(
+                    f"its bytes {start} to {start + num_bytes} reach past the end of the file "
+                    f"({len(self._data)} bytes): it is truncated"
+                )
+            self.tensors[name] = TensorInfo(name, shape, quantization, start, num_bytes)
+
+    @staticmethod
+    def _tensor_table(
+        cursor: _Cursor, num_tensors: int
+    ) -> Iterator[tuple[str, tuple[int, ...], GGMLQuantizationType, int]]:
+        for index in range(num_tensors):
+            cursor.field = f"tensor entry {index}"
+            name = cursor.string()
+            cursor.field = f"tensor {name!r}"
+            num_dims = cursor.u32()
+            if num_dims > _MAX_DIMS:
+                raise cursor.error(f"{num_dims} dimensions, at most {_MAX_DIMS} are allowed")
+            shape = tuple(cursor.u64() for _ in range(num_dims))[::-1]
+            number = cursor.u32()
+            try:
+                quantization = GGMLQuantizationType(number)
+            except ValueError:
+                raise cursor.error(f"unknown quantization type {number}") from None
+            yield name, shape, quantization, cursor.u64()
+
+    def dequantize(self, name: str) -> npt.NDArray[np.float32]:
+        """The tensor as a new fp32 array of its `shape`.
+
+        Raises GGUFError when there is no such tensor or its quantization has no dequantizer.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            raise GGUFError(f"{self.path}: tensor {name!r}: not in the file")
+        raw = np.frombuffer(self._data, np.uint8, info.num_bytes, info.offset)
+        block_elements, block_bytes = GGML_QUANT_SIZES[info.quantization]
+        row = info.shape[-1] if info.shape else 1
+        rows = raw.reshape(-1, row // block_elements * block_bytes) if info.num_bytes else raw
+        try:
+            values: npt.NDArray[np.float32] = dequantize(rows, info.quantization)
+        except NotImplementedError as error:
+            raise GGUFError(
+                f"{self.path}: tensor {name!r}: no dequantizer for {info.quantization.name}"
+            ) from error
+        if np.may_share_memory(values, raw):  # fp32 is not decoded; no array may outlive the mapping
+            values = values.copy()
+        return values.reshape(info.shape)
+
+    def close(self) -> None:
+        """Unmaps the file. `metadata` and `tensors` stay."""
+        self._data.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
