@@ -1,0 +1,214 @@
+"""A single Kafka node for this machine: KRaft, loopback only, data that outlive it."""
+
+import asyncio
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaError
+
+from infra.local.broker_properties import new_cluster_id, server_properties
+from infra.local.child import Child, ChildDiedError, ChildSpec
+from infra.local.file_lock import FileLock
+from infra.local.java import ensure_java
+from infra.local.jvm import ClassArchive, KafkaCommand
+from infra.local.kafka_jars import ensure_kafka_jars
+from infra.local.paths import cache_dir
+from infra.local.ports import claim_port
+
+_START_ATTEMPTS = 3
+_FORMAT_S = 60.0
+_ARCHIVE_S = 120.0
+_PROBE_S = 5.0
+
+
+class BrokerError(RuntimeError):
+    """The broker's data could not be prepared; the message names the log file."""
+
+
+class Broker:
+    """Keeps its data under `data_dir`/kafka and its log in `data_dir`/logs/broker.log.
+
+    `port` 0 has a free one chosen at each first start; a restart of the same object keeps it where it can, so
+    clients find the broker again. Data survive restarts on any port.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        port: int = 0,
+        env: Mapping[str, str] | None = None,
+        report: Callable[[str], None] = lambda message: None,
+        rng: random.Random | None = None,
+        pass_fds: tuple[int, ...] = (),
+    ) -> None:
+        self.data_dir = data_dir.resolve()
+        self.log_file = self.data_dir / "logs" / "broker.log"
+        self.child: Child | None = None
+        self._wanted_port = port
+        self._port = 0
+        self._env = dict(os.environ if env is None else env)
+        self._report = report
+        self._rng = rng or random.Random()
+        self._pass_fds = pass_fds
+        self._kafka_dir = self.data_dir / "kafka"
+        self._properties = self._kafka_dir / "server.properties"
+        self._formatted = self._kafka_dir / "cluster_id"
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """Raises RuntimeError before the first start."""
+        if not self._port:
+            raise RuntimeError("the broker has no port before it is started")
+        return f"127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        if self.child is None:
+            raise RuntimeError("the broker does not run")
+        return self.child.pid
+
+    async def start(self, timeout: float = 60.0) -> None:
+        """Fetches what is missing; returns when the broker takes requests. `timeout` (s) is for its start.
+
+        Raises JavaError, KafkaJarsError, PortTakenError, BrokerError, ChildError.
+        """
+        cache = cache_dir(self._env)
+        java = await asyncio.to_thread(ensure_java, self._env, self._report)
+        jars = await asyncio.to_thread(ensure_kafka_jars, cache, self._env, self._report)
+        command = KafkaCommand(java, jars)
+        archive = ClassArchive.of(cache, command)
+        if not archive.exists:
+            await self._write_archive(command, archive)
+        command = command.with_flags(archive.flags())
+        await self._run(command, command, timeout)
+
+    async def stop(self) -> None:
+        """Ends it in order: what it has is on disk afterwards. Fine when it does not run."""
+        if self.child is not None:
+            await self.child.stop()
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self.child is not None:
+            self.child.kill()
+
+    async def _run(
+        self, format_tool: KafkaCommand, server: KafkaCommand, timeout: float, stop_timeout: float = 20.0
+    ) -> None:
+        for attempt in range(1, _START_ATTEMPTS + 1):
+            self._choose_port(again=attempt > 1)
+            controller_port = claim_port(0, "Kafka controller", self._rng, {self._port})
+            self._kafka_dir.mkdir(parents=True, exist_ok=True)
+            self._properties.write_text(
+                server_properties(self._kafka_dir / "log", self._port, controller_port)
+            )
+            cluster_id = await self._format(format_tool)
+            self.child = Child(
+                ChildSpec(
+                    name="broker",
+                    argv=server.argv("kafka.Kafka", str(self._properties)),
+                    env=self._env,
+                    log_file=self.log_file,
+                    ready=partial(self._answers, cluster_id),
+                    start_timeout=timeout,
+                    stop_timeout=stop_timeout,
+                    pass_fds=self._pass_fds,
+                )
+            )
+            try:
+                await self.child.start()
+            except ChildDiedError as error:
+                # Someone took a port between our look and the broker's bind.
+                if "Address already in use" not in error.last_lines or attempt == _START_ATTEMPTS:
+                    raise
+            else:
+                return
+
+    def _choose_port(self, again: bool) -> None:
+        if self._wanted_port:
+            self._port = claim_port(self._wanted_port, "Kafka", self._rng)
+            return
+        if self._port and not again:
+            with suppress(RuntimeError):
+                self._port = claim_port(self._port, "Kafka", self._rng)
+                return
+        self._port = claim_port(0, "Kafka", self._rng)
+
+    async def _format(self, tool: KafkaCommand) -> str:
+        """The cluster id of the data, made with them if need be.
+
+        The id is written last, so a log folder without it is a format that was interrupted: made anew.
+        """
+        if self._formatted.exists():
+            return self._formatted.read_text().strip()
+        log_dir = self._kafka_dir / "log"
+        shutil.rmtree(log_dir, ignore_errors=True)
+        cluster_id = new_cluster_id(self._rng)
+        argv = tool.argv("kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(self._properties))
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_file.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *argv, env=self._env, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log
+            )
+            try:
+                status = await asyncio.wait_for(process.wait(), _FORMAT_S)
+            except BaseException:
+                process.kill()
+                await process.wait()
+                raise
+        if status:
+            raise BrokerError(f"formatting {log_dir} failed with exit {status}: see {self.log_file}")
+        unfinished = self._formatted.with_suffix(".partial")
+        unfinished.write_text(cluster_id)
+        unfinished.rename(self._formatted)
+        return cluster_id
+
+    async def _answers(self, cluster_id: str) -> bool:
+        """True when this very cluster answers on the port and its broker takes requests."""
+        host, port = self.bootstrap_servers.split(":")
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            return False
+        writer.close()
+        admin = AIOKafkaAdminClient(
+            bootstrap_servers=self.bootstrap_servers, request_timeout_ms=int(_PROBE_S * 1000)
+        )
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                await admin.start()
+                cluster = await admin.describe_cluster()
+        except (KafkaError, OSError, TimeoutError):
+            return False
+        finally:
+            await admin.close()
+        return cluster["cluster_id"] == cluster_id and bool(cluster["brokers"])
+
+    async def _write_archive(self, command: KafkaCommand, archive: ClassArchive) -> None:
+        """Writes the archive by one run on throw-away data. The broker works without it, only slower."""
+        lock = FileLock(archive.path.with_suffix(".lock"))
+        await asyncio.to_thread(lock.acquire, _ARCHIVE_S)
+        with lock, tempfile.TemporaryDirectory(prefix="headrace-") as temporary:
+            if archive.exists:
+                return
+            self._report("preparing fast starts of Kafka (once)")
+            unfinished = archive.path.with_name(f"partial-{archive.path.name}")
+            training = command.with_flags(archive.training_flags(unfinished))
+            trial = Broker(Path(temporary), env=self._env, rng=self._rng)
+            try:
+                await trial._run(command, training, timeout=60.0, stop_timeout=_ARCHIVE_S)
+                await trial.stop()
+            finally:
+                trial.kill()
+            if unfinished.exists():
+                unfinished.rename(archive.path)
+            else:
+                self._report("no class archive was written; Kafka starts slower")
