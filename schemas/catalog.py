@@ -114,6 +114,10 @@ class Catalog:
             raise CatalogError(f"no model {model_id!r} in {self.models_dir} (there: {known})")
         return spec
 
+    def on_disk(self) -> list[str]:
+        """Ids of the models that have a folder."""
+        return [name for name, spec in self.specs.items() if spec.weights]
+
     def weights_path(self, spec: ModelSpec) -> Path:
         return self.models_dir / spec.id / spec.weights
 

@@ -47,10 +47,14 @@ class CommonConfig:
     worker_slots: int = setting(4, doc="Worker slots the topics were made for.")
     gateway_slots: int = setting(4, doc="Gateway slots the topics were made for.")
     models_dir: Path = setting(_MODELS_DIR, doc="Folder of the model catalogue.")
+    models: str = setting("", doc="Ids of the models served, with commas; empty: all of models_dir.")
     log_level: str = setting("INFO", doc="DEBUG, INFO, WARNING or ERROR.")
 
     def layout(self) -> Layout:
         return Layout(self.shards, self.worker_slots, self.gateway_slots)
+
+    def model_ids(self) -> list[str]:
+        return [name.strip() for name in self.models.split(",") if name.strip()]
 
     def errors(self) -> list[str]:
         """Errors in values, beside those of form; subclasses extend it."""

@@ -151,7 +151,7 @@ class Producer(Protocol):
 async def join(
     producer: Producer, role: str, slot: int, address: str | None = None, model: str | None = None
 ) -> tuple[int, bytes]:
-    """Appends Join and returns (epoch, nonce): the record's offset is the epoch. The caller sets the deadline."""
+    """Appends Join; returns (epoch, nonce): the record's offset is the epoch. The caller sets a deadline."""
     nonce = secrets.token_bytes(8)
     record = Join(role=role, slot=slot, nonce=nonce, address=address, model=model)
     metadata = await producer.send_and_wait(topics.EVENTS, encode(record), partition=0)

@@ -1,0 +1,129 @@
+"""From a body to what the engine needs: prompt ids, sampling, class. The same for every door."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from schemas.api.bodies import ChatCompletionBody, GenerateBody, Message
+from schemas.api.errors import ApiError, bad_field
+from schemas.chat_template import ChatTemplateError
+from schemas.models import LoadedModel
+from schemas.priority import PriorityClass
+from schemas.records import SamplingParams
+
+DEFAULT_MAX_TOKENS = 1024
+GENERATE_URL = "/v1/generate"
+CHAT_COMPLETIONS_URL = "/v1/chat/completions"
+
+Body = GenerateBody | ChatCompletionBody
+BODIES: dict[str, type[GenerateBody] | type[ChatCompletionBody]] = {
+    GENERATE_URL: GenerateBody,
+    CHAT_COMPLETIONS_URL: ChatCompletionBody,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A valid request. `priority` is None where the body names no class."""
+
+    url: str
+    model: LoadedModel
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    priority: PriorityClass | None
+    stream: bool
+    include_usage: bool
+
+
+def prepare(body: Body, models: Mapping[str, LoadedModel]) -> Prepared:
+    """Tokenizes (a millisecond per few hundred words). Raises ApiError that names the field."""
+    model = models.get(body.model)
+    if model is None:
+        known = ", ".join(sorted(models))
+        raise ApiError(
+            404, "model_not_found", f"model {body.model!r} does not exist; there is: {known}", "model"
+        )
+    if isinstance(body, ChatCompletionBody):
+        if field := body.unsupported():
+            raise ApiError(400, "unsupported_field", f"{field}: this is not supported", field)
+        url, wanted = CHAT_COMPLETIONS_URL, body.max_completion_tokens or body.max_tokens
+        limit_field = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+        ids = _chat_ids(body.messages, model)
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+    else:
+        url, wanted, limit_field = GENERATE_URL, body.max_tokens, "max_tokens"
+        ids = _generate_ids(body, model)
+        include_usage = True
+    field = "prompt" if isinstance(body, GenerateBody) and body.prompt is not None else "messages"
+    sampling = SamplingParams(
+        max_tokens=_max_tokens(wanted, limit_field, len(ids), model.spec.max_model_len, field),
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=body.top_k or 0,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        ignore_eos=body.ignore_eos,
+        stop_token_ids=body.stop_token_ids or [],
+    )
+    return Prepared(url, model, ids, sampling, _priority(body), bool(body.stream), include_usage)
+
+
+def _generate_ids(body: GenerateBody, model: LoadedModel) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_field("prompt", "give either prompt or messages")
+    if body.messages is not None:
+        return _chat_ids(body.messages, model)
+    assert body.prompt is not None
+    _check_unicode(body.prompt, "prompt")
+    ids = model.tokenizer.encode_prompt(body.prompt)
+    if not ids:
+        raise bad_field("prompt", "must not be empty for this model")
+    return ids
+
+
+def _chat_ids(messages: list[Message], model: LoadedModel) -> list[int]:
+    if model.chat_template is None:
+        raise bad_field("messages", f"model {model.spec.id} has no chat template; use prompt")
+    inputs = [message.as_template_input() for message in messages]
+    for i, message in enumerate(inputs):
+        _check_unicode(message["content"], f"messages[{i}].content")
+    try:
+        return model.chat_template.encode(inputs)
+    except ChatTemplateError as e:
+        raise bad_field("messages", str(e)) from None
+
+
+def _check_unicode(text: str, field: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise bad_field(field, "holds a lone surrogate, which is no text") from None
+
+
+def _max_tokens(wanted: int | None, limit_field: str, prompt: int, context: int, field: str) -> int:
+    room = context - prompt
+    if room < 1:
+        raise ApiError(
+            400,
+            "context_length_exceeded",
+            f"{field}: {prompt} tokens leave no room in the model's context of {context}",
+            field,
+        )
+    if wanted is None:
+        return min(DEFAULT_MAX_TOKENS, room)
+    if wanted > room:
+        raise ApiError(
+            400,
+            "context_length_exceeded",
+            f"{limit_field}: {prompt} prompt tokens and {wanted} more exceed the context of {context}",
+            limit_field,
+        )
+    return wanted
+
+
+def _priority(body: Body) -> PriorityClass | None:
+    if body.priority is None:
+        return None
+    try:
+        return PriorityClass.parse(body.priority)
+    except ValueError as e:
+        raise bad_field("priority", str(e)) from None
