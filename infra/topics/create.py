@@ -26,14 +26,14 @@ async def create_topics(bootstrap_servers: str, layout: Layout, timeout: float =
 async def create_tenant_topics(
     bootstrap_servers: str, tenant: str, layout: Layout, timeout: float = 30.0
 ) -> list[str]:
-    """Creates a tenant's batch topics that are missing; returns their names. Raises ValueError, TopicError."""
+    """Creates a tenant's batch topics that are missing, like `create_topics`. Raises ValueError for its name."""
     return await create(bootstrap_servers, tenant_topic_specs(tenant, layout), layout.replication, timeout)
 
 
 async def create(
     bootstrap_servers: str, specs: Sequence[TopicSpec], replication: int, timeout: float = 30.0
 ) -> list[str]:
-    """Creates the topics of `specs` that are missing; returns their names when the broker's metadata show all.
+    """Creates the topics of `specs` that are missing; returns their names when all can be written to.
 
     Raises TopicError, TimeoutError after `timeout` seconds.
     """
@@ -41,7 +41,7 @@ async def create(
     async with asyncio.timeout(timeout):
         try:
             await admin.start()
-            # 1. Ask for all. The answer has an error code for each topic; the call itself never fails for one.
+            # 1. Ask for all. The answer has an error code per topic; the call never fails for one.
             new = [
                 NewTopic(
                     name=spec.name,
@@ -84,6 +84,6 @@ async def _check_partitions(admin: AIOKafkaAdminClient, specs: Sequence[TopicSpe
     ]
     if wrong:
         raise TopicError(
-            "existing topics do not fit the layout; it is fixed when topics are created. Use the old numbers of "
-            "shards and slots, or begin anew with fresh data:\n  " + "\n  ".join(wrong)
+            "existing topics do not fit the layout, which is fixed when topics are created. "
+            "Use the old numbers of shards and slots, or begin anew with fresh data:\n  " + "\n  ".join(wrong)
         )
