@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ class Broker:
         env: Mapping[str, str] | None = None,
         report: Callable[[str], None] = lambda message: None,
         rng: random.Random | None = None,
+        avoid_ports: Collection[int] = (),
         pass_fds: tuple[int, ...] = (),
     ) -> None:
         self.data_dir = data_dir.resolve()
@@ -57,6 +58,7 @@ class Broker:
         self._env = dict(os.environ if env is None else env)
         self._report = report
         self._rng = rng or random.Random()
+        self._avoid_ports = frozenset(avoid_ports)
         self._pass_fds = pass_fds
         self._kafka_dir = self.data_dir / "kafka"
         self._properties = self._kafka_dir / "server.properties"
@@ -105,7 +107,7 @@ class Broker:
     ) -> None:
         for attempt in range(1, _START_ATTEMPTS + 1):
             self._choose_port(again=attempt > 1)
-            controller_port = claim_port(0, "Kafka controller", self._rng, {self._port})
+            controller_port = claim_port(0, "Kafka controller", self._rng, {self._port, *self._avoid_ports})
             self._kafka_dir.mkdir(parents=True, exist_ok=True)
             self._properties.write_text(
                 server_properties(self._kafka_dir / "log", self._port, controller_port)
@@ -140,7 +142,7 @@ class Broker:
             with suppress(RuntimeError):
                 self._port = claim_port(self._port, "Kafka", self._rng)
                 return
-        self._port = claim_port(0, "Kafka", self._rng)
+        self._port = claim_port(0, "Kafka", self._rng, self._avoid_ports)
 
     async def _format(self, tool: KafkaCommand) -> str:
         """The cluster id of the data, made with them if need be.

@@ -49,7 +49,7 @@ class KafkaJars:
         return ":".join(str(path) for path in self.paths)
 
 
-def read_checksums(path: Path = CHECKSUMS) -> dict[PurePosixPath, str]:
+def read_checksums(path: Path) -> dict[PurePosixPath, str]:
     """Repository path of each jar → SHA-256 in hex. Raises KafkaJarsError on a line of another form."""
     pinned: dict[PurePosixPath, str] = {}
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -65,14 +65,15 @@ def ensure_kafka_jars(
     env: Mapping[str, str],
     report: Callable[[str], None],
     fetch: "Callable[[MavenContext, PurePosixPath], Path] | None" = None,
+    checksums: Path = CHECKSUMS,
 ) -> KafkaJars:
     """The verified jars under `cache`, downloaded where they are missing or damaged.
 
     Raises KafkaJarsError when a download fails or a jar has another checksum; what is there already is kept.
     A warm call reads file sizes and times only.
     """
-    pinned = read_checksums()
-    digest = hashlib.sha256(CHECKSUMS.read_bytes()).hexdigest()[:16]
+    pinned = read_checksums(checksums)
+    digest = hashlib.sha256(checksums.read_bytes()).hexdigest()[:16]
     folder = cache / "kafka" / digest
     jars = KafkaJars(tuple(folder / path.name for path in pinned), digest)
     if _is_verified(folder, jars.paths):

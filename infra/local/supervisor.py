@@ -1,10 +1,11 @@
-"""Runs children in waves: those of one wave start together, and waves stop in the reverse order."""
+"""Runs children in waves: all start together, and the waves stop one after another, the last one first."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
-from infra.local.child import Child, ChildState
+from infra.local.child import Child
 
 _WATCH_S = 0.1
 
@@ -31,25 +32,26 @@ class Supervisor:
         names = ", ".join(child.name for child in self.children)
         raise KeyError(f"no child is called {name!r}: there are {names or 'none'}")
 
-    async def start(self, wave: Iterable[Child]) -> None:
-        """Starts the children of a wave at the same time and returns when all are ready.
+    async def start(self, *waves: Iterable[Child]) -> None:
+        """Starts the children of all `waves` at the same time and returns when all are ready.
 
-        Raises the first ChildError; the rest of the wave is stopped then, earlier waves run on.
+        Raises the first ChildError; the rest of these waves is stopped then, what ran before runs on.
         """
-        children = list(wave)
-        names = {child.name for child in (*self.children, *children)}
-        if len(names) < sum(1 for _ in self.children) + len(children):
-            raise ValueError("two children have the same name")
-        self._waves.append(children)
-        starts = [asyncio.ensure_future(child.start()) for child in children]
+        new = [list(wave) for wave in waves]
+        names = Counter(child.name for wave in (*self._waves, *new) for child in wave)
+        if doubled := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"children with the same name: {', '.join(doubled)}")
+        self._waves += new
+        starts = [asyncio.ensure_future(child.start()) for wave in new for child in wave]
         try:
             await asyncio.gather(*starts)
         except BaseException:
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
-            await self._stop_wave(children)
-            self._waves.remove(children)
+            for wave in reversed(new):
+                await self._stop_wave(wave)
+                self._waves.remove(wave)
             raise
 
     async def restart(self, name: str) -> None:
@@ -72,8 +74,7 @@ class Supervisor:
     def check_alive(self) -> None:
         """Raises ChildDiedError for the first child that ended without being asked to."""
         for child in self.children:
-            if child.state is not ChildState.STARTING:  # its own start reports that
-                child.check_alive()
+            child.check_alive()
 
     async def watch(self) -> NoReturn:
         """Never returns; raises ChildDiedError within 0.1 s of a child's unexpected end."""

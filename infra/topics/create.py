@@ -26,7 +26,7 @@ async def create_topics(bootstrap_servers: str, layout: Layout, timeout: float =
 async def create_tenant_topics(
     bootstrap_servers: str, tenant: str, layout: Layout, timeout: float = 30.0
 ) -> list[str]:
-    """Creates a tenant's batch topics that are missing, like `create_topics`. Raises ValueError for its name."""
+    """`create_topics` for the batch topics of a tenant. Raises ValueError for a name that is none."""
     return await create(bootstrap_servers, tenant_topic_specs(tenant, layout), layout.replication, timeout)
 
 

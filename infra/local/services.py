@@ -1,0 +1,135 @@
+"""The services of a local stack: how each is run, and what it is told. Spelled here alone."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from schemas.topics import Layout
+
+PREFIX = "HEADRACE_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackConfig:
+    """What a local stack is made of.
+
+    Ports: 0 has a free one chosen; `gateway_port` is that of slot 0. `settings` adds environment variables
+    to one service: {"worker": {"HEADRACE_NUM_BLOCKS": "64"}}. `step_ms` is for the simulated runner.
+    """
+
+    data_dir: Path
+    models_dir: Path
+    models: tuple[str, ...] = ()
+    runner: str = "gemma"
+    deterministic: bool = False
+    step_ms: float | None = None
+    layout: Layout = field(default_factory=Layout)
+    workers: int = 1
+    gateways: int = 1
+    admissions: int = 1
+    kafka_port: int = 0
+    gateway_port: int = 0
+    sql_port: int = 0
+    start_timeout: float = 120.0
+    settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts = {
+            "workers": (self.workers, self.layout.worker_slots),
+            "gateways": (self.gateways, self.layout.gateway_slots),
+            "admissions": (self.admissions, self.layout.shards),
+        }
+        errors = [
+            f"{name} must be 0 to {most} with this layout, not {count}"
+            for name, (count, most) in counts.items()
+            if not 0 <= count <= most
+        ]
+        errors += [
+            f"{name} must be 0 to 65535, not {getattr(self, name)}"
+            for name in ("kafka_port", "gateway_port", "sql_port")
+            if not 0 <= getattr(self, name) <= 65_535
+        ]
+        if errors:
+            raise ValueError("stack: " + "; ".join(errors))
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One process of a service: its slot and the ports it was given (`sql_port` for the ledger only)."""
+
+    service: str
+    slot: int
+    http_port: int
+    sql_port: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.service}-{self.slot}"
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """`settings` says what this service is told beside what all are told. `count` is its processes.
+
+    All services start together; they stop wave by wave, the highest `wave` first.
+    """
+
+    argv: tuple[str, ...]
+    wave: int
+    count: Callable[[StackConfig], int]
+    settings: Callable[[StackConfig, Instance], Mapping[str, str]] = lambda config, instance: {}
+    stop_timeout: float = 15.0
+
+
+def environment(
+    service: Service,
+    config: StackConfig,
+    instance: Instance,
+    bootstrap_servers: str,
+    inherited: Mapping[str, str],
+) -> dict[str, str]:
+    """The whole environment of a service's process.
+
+    Services refuse HEADRACE_ names they do not know, so of these they get what is theirs and no more.
+    """
+    outside = {key: value for key, value in inherited.items() if not key.startswith(PREFIX)}
+    return {
+        **outside,
+        "PYTHONUNBUFFERED": "1",
+        "HEADRACE_KAFKA": bootstrap_servers,
+        "HEADRACE_SLOT": str(instance.slot),
+        "HEADRACE_HTTP_PORT": str(instance.http_port),
+        "HEADRACE_SHARDS": str(config.layout.shards),
+        "HEADRACE_WORKER_SLOTS": str(config.layout.worker_slots),
+        "HEADRACE_GATEWAY_SLOTS": str(config.layout.gateway_slots),
+        "HEADRACE_MODELS_DIR": str(config.models_dir),
+        "HEADRACE_MODELS": ",".join(config.models),
+        **service.settings(config, instance),
+        **config.settings.get(instance.service, {}),
+    }
+
+
+def _ledger_settings(config: StackConfig, instance: Instance) -> dict[str, str]:
+    return {
+        "HEADRACE_DATA_DIR": str(config.data_dir / "ledger"),
+        "HEADRACE_SQL_PORT": str(instance.sql_port),
+    }
+
+
+def _worker_settings(config: StackConfig, instance: Instance) -> dict[str, str]:
+    settings = {
+        "HEADRACE_RUNNER": config.runner,
+        "HEADRACE_DETERMINISTIC": "true" if config.deterministic else "false",
+    }
+    if config.step_ms is not None:
+        settings["HEADRACE_STEP_MS"] = f"{config.step_ms:g}"
+    return settings
+
+
+SERVICES: Mapping[str, Service] = {
+    "admission": Service((sys.executable, "-m", "streams", "admission"), 0, lambda c: c.admissions),
+    "ledger": Service((sys.executable, "-m", "streams", "ledger"), 0, lambda c: 1, _ledger_settings),
+    "worker": Service((sys.executable, "-m", "workers"), 1, lambda c: c.workers, _worker_settings),
+    "gateway": Service((sys.executable, "-m", "gateway"), 2, lambda c: c.gateways),
+}
