@@ -17,26 +17,30 @@ DEADLINE_S = 10
 
 
 class Outputs:
-    """Collects what the engine thread delivers."""
+    """Takes what an engine thread delivers."""
 
     def __init__(self) -> None:
-        self.results: queue.Queue[StepResult] = queue.Queue()
         self.errors: queue.Queue[BaseException] = queue.Queue()
+        self.ready = threading.Event()
 
-    def until_end(self, number: int) -> list[RequestOutput]:
+    def take(self, thread: EngineThread) -> list[StepResult]:
+        assert self.ready.wait(DEADLINE_S)
+        self.ready.clear()
+        return thread.take_results()
+
+    def until_end(self, thread: EngineThread, number: int) -> list[RequestOutput]:
         seen = []
         while True:
-            for output in self.results.get(timeout=DEADLINE_S).outputs:
-                if output.request.request_id == request_id(number):
-                    seen.append(output)
-                    if output.finish_reason:
-                        return seen
+            for result in self.take(thread):
+                seen += [o for o in result.outputs if o.request.request_id == request_id(number)]
+            if seen and seen[-1].finish_reason:
+                return seen
 
 
 @contextmanager
 def running(engine: Engine) -> Iterator[tuple[EngineThread, Outputs]]:
     outputs = Outputs()
-    thread = EngineThread(engine, outputs.results.put, outputs.errors.put)
+    thread = EngineThread(engine, outputs.ready.set, outputs.errors.put)
     thread.start()
     try:
         yield thread, outputs
@@ -54,7 +58,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_a_request_goes_through_the_thread() -> None:
     with running(make_engine()) as (thread, outputs):
         thread.add(make_request(1, max_tokens=5))
-        seen = outputs.until_end(1)
+        seen = outputs.until_end(thread, 1)
         assert [o.position for o in seen] == [0, 1, 2, 3, 4]
         expected = [make_runner().token_at(request_id(1), p) for p in range(5)]
         assert [t for o in seen for t in o.token_ids] == expected
@@ -65,16 +69,16 @@ def test_a_request_goes_through_the_thread() -> None:
 def test_an_abort_ends_a_running_request_and_frees_its_blocks() -> None:
     with running(make_engine(step_ms=1)) as (thread, outputs):
         thread.add(make_request(1, max_tokens=4000))
-        outputs.results.get(timeout=DEADLINE_S)
+        outputs.take(thread)
         thread.abort(request_id(1), 1)
-        assert outputs.until_end(1)[-1].finish_reason is FinishReason.CANCELLED
+        assert outputs.until_end(thread, 1)[-1].finish_reason is FinishReason.CANCELLED
         wait_for(lambda: thread.stats.free_blocks == thread.stats.num_blocks)
 
 
 def test_a_refusal_is_delivered() -> None:
     with running(make_engine(num_blocks=1)) as (thread, outputs):
         thread.add(make_request(1, prompt_len=100))
-        (output,) = outputs.until_end(1)
+        (output,) = outputs.until_end(thread, 1)
         assert output.finish_reason is FinishReason.ERROR
         assert "KV blocks" in output.error
 
@@ -84,11 +88,11 @@ def test_blocked_sequences_wait_and_go_on() -> None:
         thread.set_blocked(frozenset({3}))
         thread.add(make_request(1, reply_partition=3))
         thread.add(make_request(2, reply_partition=4))
-        outputs.until_end(2)
+        outputs.until_end(thread, 2)
         wait_for(lambda: thread.stats.num_running == 0)
         assert thread.stats.num_waiting == (1, 0, 0)
         thread.set_blocked(frozenset())
-        assert len(outputs.until_end(1)) == 4
+        assert len(outputs.until_end(thread, 1)) == 4
 
 
 def test_read_offsets_show_only_with_what_was_read_before_them() -> None:
@@ -98,7 +102,18 @@ def test_read_offsets_show_only_with_what_was_read_before_them() -> None:
         wait_for(lambda: thread.stats.read_offsets == (0, 17, 0))
         assert thread.stats.num_running == 1
         thread.abort(request_id(1), 1)
-        outputs.until_end(1)
+        outputs.until_end(thread, 1)
+
+
+def test_nobody_takes_the_results_so_the_engine_waits_and_then_goes_on() -> None:
+    with running(make_engine()) as (thread, outputs):
+        thread.add(make_request(1, max_tokens=1000))
+        assert outputs.ready.wait(DEADLINE_S)
+        wait_for(lambda: thread.step_age(time.monotonic()) == 0.0)
+        held = thread.take_results()
+        assert 1 < len(held) < 100
+        rest = outputs.until_end(thread, 1)
+        assert [o.position for r in held for o in r.outputs] + [o.position for o in rest] == list(range(1000))
 
 
 class StuckRunner(SimulatedRunner):
@@ -125,7 +140,7 @@ def test_step_age_grows_in_a_stuck_step_and_a_runner_error_is_fatal() -> None:
         runner.fail.set()
         error = outputs.errors.get(timeout=DEADLINE_S)
         assert str(error) == "device lost"
-        assert outputs.results.empty()
+        assert thread.take_results() == []
 
 
 def test_warm_up_leaves_nothing_behind() -> None:

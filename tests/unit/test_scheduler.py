@@ -125,6 +125,21 @@ def test_out_of_blocks_the_newest_of_the_lowest_class_gives_way_and_goes_on_late
     assert first.output_token_ids == list(range(10, 40))
 
 
+def test_the_victim_is_of_the_lowest_class_even_if_it_runs_for_longer() -> None:
+    scheduler = make_scheduler(num_blocks=4, max_num_seqs=4)
+    batch_request = make_request(1, prompt_len=15, max_tokens=30, priority=BATCH)
+    interactive = make_request(2, prompt_len=15, max_tokens=30, priority=INTERACTIVE)
+    scheduler.add_request(batch_request)
+    step(scheduler)
+    scheduler.add_request(interactive)
+    preempted = set()
+    while scheduler.has_requests:
+        batch = scheduler.schedule()
+        preempted |= set(batch.preempted)
+        finish_step(scheduler, batch)
+    assert preempted == {batch_request}
+
+
 def test_a_preempted_request_is_ahead_of_its_class() -> None:
     scheduler = make_scheduler(num_blocks=8, max_num_seqs=1)
     scheduler.add_request(make_request(1, priority=FREE, max_tokens=9))

@@ -30,8 +30,8 @@ arrivals = st.builds(
     st.builds(
         make_request,
         st.integers(1, 9),
-        prompt_len=st.integers(0, 90),
-        max_tokens=st.integers(1, 40),
+        prompt_len=st.integers(0, 60),
+        max_tokens=st.integers(1, 60),
         attempt=st.integers(1, 3),
         priority=st.sampled_from(PriorityClass),
         reply_partition=st.integers(0, 3),
@@ -43,9 +43,9 @@ arrivals = st.builds(
 cancels = st.builds(Cancel, st.integers(0, 20), st.integers(1, 9), st.integers(1, 3))
 limits = st.fixed_dictionaries(
     {
-        "max_model_len": st.integers(20, 120),
-        "max_num_seqs": st.integers(1, 6),
-        "max_num_batched_tokens": st.integers(6, 80),
+        "max_model_len": st.integers(20, 120) | st.just(120),
+        "max_num_seqs": st.integers(1, 8),
+        "max_num_batched_tokens": st.integers(8, 200),
         "max_prefill_chunk": st.integers(1, 40),
         "max_num_waiting": st.integers(1, 8),
     }
@@ -106,7 +106,7 @@ class Run:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(arrivals, max_size=14), st.lists(cancels, max_size=6), limits, blocked, st.integers(2, 20))
+@given(st.lists(arrivals, max_size=20), st.lists(cancels, max_size=6), limits, blocked, st.integers(3, 12))
 def test_nothing_leaks_every_request_ends_once_and_preemption_changes_no_token(
     arriving: list[Arrival],
     cancelling: list[Cancel],
