@@ -17,6 +17,9 @@ from workers.scheduler import Scheduler, SchedulerConfig
 
 _NONE_BLOCKED: frozenset[int] = frozenset()
 _STATS_INTERVAL_S = 0.02
+# Results that may wait to be taken: enough to ride out a busy event loop, few enough that an engine with
+# short steps does not run far ahead of it.
+_MAX_RESULTS = 16
 
 
 class Engine:
@@ -88,23 +91,24 @@ class _Read:
 class EngineThread:
     """Turns an engine in a thread of its own. All methods may be called from any thread and never wait.
 
-    `on_step` is called from the engine thread with every result that holds a batch or outputs; it must hand
-    them on without waiting. `on_fatal` is called from it, once, with the error that ended the loop: what
-    was in the engine is lost and the process must not go on.
+    `on_results` is called from the engine thread when `take_results` has something to give after it had
+    nothing; it must not wait. While `_MAX_RESULTS` lie there, no step is begun. `on_fatal` is called from
+    it, once, with the error that ended the loop: what was in the engine is lost, the process must not go on.
     """
 
     def __init__(
         self,
         engine: Engine,
-        on_step: Callable[[StepResult], None],
+        on_results: Callable[[], None],
         on_fatal: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
-        self._on_step = on_step
+        self._on_results = on_results
         self._on_fatal = on_fatal
         self._clock = clock
         self._inputs: deque[Request | _Abort | _Read] = deque()
+        self._results: deque[StepResult] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._blocked: frozenset[int] = _NONE_BLOCKED
@@ -147,6 +151,15 @@ class EngineThread:
         self._blocked = partitions
         self._wake.set()
 
+    def take_results(self) -> list[StepResult]:
+        """All results since the last call, oldest first."""
+        results: list[StepResult] = []
+        while self._results:
+            results.append(self._results.popleft())
+        if len(results) >= _MAX_RESULTS:
+            self._wake.set()
+        return results
+
     def step_age(self, now: float) -> float:
         """Seconds since the last step ended (or work came), 0 while there is nothing to do."""
         since = self._busy_since
@@ -164,25 +177,28 @@ class EngineThread:
             self._on_fatal(error)
 
     def _turn(self) -> None:
+        # Cleared before anything is read: what comes later sets it again, so nothing is slept over.
+        self._wake.clear()
         began = self._clock()
         if self._busy_since is None:
             self._busy_since = began
-        # Cleared before the inputs are read: what comes later sets it again, so no input is slept over.
-        self._wake.clear()
         outputs = self._take_inputs()
-        batch, sampled = self.engine.step(self._blocked)
-        outputs += sampled
+        batch = SchedulerOutput()
+        if len(self._results) < _MAX_RESULTS:
+            batch, sampled = self.engine.step(self._blocked)
+            outputs += sampled
         ended = self._clock()
         if batch.scheduled:
             self._busy_since = ended
             self._meter.add(batch, ended - began)
-        if batch.scheduled or outputs:
-            self._on_step(StepResult(batch, outputs, began, ended))
-        idle = not batch.scheduled
-        if idle or ended - self._stats_at >= _STATS_INTERVAL_S:
+        if not batch.scheduled or ended - self._stats_at >= _STATS_INTERVAL_S:
             self._stats_at = ended
             self._stats = self._look()
-        if idle and not self._inputs:
+        if batch.scheduled or outputs:
+            self._results.append(StepResult(batch, outputs, began, ended))
+            if len(self._results) == 1:
+                self._on_results()
+        if not batch.scheduled:
             self._busy_since = None
             self._wake.wait()
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Set
 
 from schemas.priority import PriorityClass
-from workers.request import Request
+from workers.request import Request, RequestStatus
 
 
 class WaitingQueue:
@@ -28,8 +28,14 @@ class WaitingQueue:
         self._by_class[request.priority].append(request)
 
     def put_back(self, request: Request) -> None:
-        """To the head of its class: it was running already."""
-        self._by_class[request.priority].appendleft(request)
+        """To the head of its class, behind older ones that were preempted too."""
+        queue = self._by_class[request.priority]
+        index = 0
+        for other in queue:
+            if other.status is not RequestStatus.PREEMPTED or other.arrival > request.arrival:
+                break
+            index += 1
+        queue.insert(index, request)
 
     def remove(self, request: Request) -> None:
         """Raises ValueError if the request does not wait here."""
