@@ -1,0 +1,261 @@
+"""Executes scheduled batches with torch: owns the weights and the KV pool, knows nothing of queues.
+
+Nothing is kept from step to step but the pool: what a request's tokens are and where their KV lies is read
+from the request in every step, so preemption, resume and cancellation need no word with the runner.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.paged_attention_cpu import plan_paged_attention
+from workers.batch import ScheduledSequence, SchedulerOutput
+from workers.models.gemma import GemmaModel
+from workers.models.layers import Attention, BatchedAttention, KVCache, Linear, TokenwiseAttention
+from workers.sampler import sample
+from workers.weights.gguf import GGUFFile
+
+BLOCK_SIZE = 16
+
+# Deterministic mode computes every matrix product at one shape, with this many rows (padded). 8 rows cost
+# little more than 1 where the weights' way from memory is what takes the time.
+TILE_ROWS = 8
+# The output matrix is most of a small model and only sampled rows need it.
+LOGIT_TILE_ROWS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The scheduled tokens of a batch, one after another. Arrays are int64."""
+
+    token_ids: Tensor  # [num_tokens]
+    positions: Tensor  # [num_tokens]
+    slot_mapping: Tensor  # [num_tokens]
+    block_tables: list[Tensor]  # [blocks] for each sequence
+    seq_lens: list[int]  # with this step's tokens
+    query_start_loc: list[int]  # [num_seqs + 1]
+    sampled_rows: list[int]  # the last row of each sequence that samples
+
+
+class TorchModelRunner:
+    """A `workers.batch.ModelRunner` over torch on CPUs.
+
+    Fast mode multiplies in bf16 and batches all it can. With `deterministic` all is fp32 and every token is
+    computed by operations whose shapes depend on nothing but its own position: logits are equal bit for bit
+    whatever the batch, the chunks or the history (on one kind of machine with one number of threads).
+    """
+
+    def __init__(
+        self,
+        weights_path: Path,
+        *,
+        max_model_len: int | None = None,
+        deterministic: bool = False,
+        num_threads: int | None = None,
+    ) -> None:
+        """Loads the weights, which takes seconds. `num_threads` is torch's, for the whole process.
+
+        Raises OSError or GGUFError (a ValueError) for a file that cannot be served, RuntimeError when the
+        machine's matrix library cannot keep the promise of deterministic mode.
+        """
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self.deterministic = deterministic
+        self.dtype = torch.float32 if deterministic else torch.bfloat16
+        with torch.inference_mode(), GGUFFile(weights_path) as gguf:
+            self.model = GemmaModel(gguf, self.dtype, max_model_len)
+            if deterministic:
+                _check_row_invariance(self.model.linears, TILE_ROWS)
+                _check_row_invariance([self.model.lm_head], LOGIT_TILE_ROWS)
+        self._cache: KVCache | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together that the model can take."""
+        return self.model.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.model.vocab_size
+
+    @property
+    def bytes_per_block(self) -> int:
+        """KV bytes that one block takes over all layers."""
+        config = self.model.config
+        elements = 2 * config.num_layers * BLOCK_SIZE * config.num_kv_heads * config.head_dim
+        return elements * self.dtype.itemsize
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocates the pool once; block ids are 0 … num_blocks - 1."""
+        if self._cache is not None:
+            raise RuntimeError("the KV cache is allocated already")
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        config = self.model.config
+        shape = (config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        # Zeroed: masked keys are multiplied by 0, and what memory holds could be NaN.
+        self._cache = KVCache(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+
+    @torch.inference_mode()
+    def execute(self, batch: SchedulerOutput) -> list[int | None]:
+        """Runs the batch: one entry per scheduled sequence, the sampled id, or None where none was due.
+
+        Raises ValueError naming the request whose scheduled tokens or blocks do not fit (before anything is
+        computed), RuntimeError when the model's output is not finite.
+        """
+        if not batch.scheduled:
+            return []
+        logits = self.compute_logits(batch.scheduled)
+        sampling = [sequence.request for sequence in batch.scheduled if sequence.samples]
+        tokens = iter(
+            sample(
+                logits,
+                [request.sampling for request in sampling],
+                [len(request.output_token_ids) for request in sampling],
+            )
+        )
+        return [next(tokens) if sequence.samples else None for sequence in batch.scheduled]
+
+    @torch.inference_mode()
+    def compute_logits(self, scheduled: Sequence[ScheduledSequence]) -> Tensor:
+        """Writes the KV of the scheduled tokens and returns the logits of the sequences that sample.
+
+        Returns fp32 [sequences that sample, vocab_size], in the order of `scheduled`.
+        """
+        if self._cache is None:
+            raise RuntimeError("initialize_kv_cache was not called")
+        step = self._prepare(scheduled)
+        if self.deterministic:
+            return self._forward_tiles(step, self._cache)
+        model = self.model
+        windows = {model.config.layer_window(layer) for layer in range(model.config.num_layers)}
+        plans = {
+            window: plan_paged_attention(
+                step.block_tables, step.seq_lens, step.query_start_loc, BLOCK_SIZE, self.dtype, window
+            )
+            for window in windows
+        }
+        attention = BatchedAttention(self._cache, step.slot_mapping, plans)
+        hidden = model.forward(step.token_ids, step.positions, attention)
+        return model.compute_logits(hidden[step.sampled_rows])
+
+    def _prepare(self, scheduled: Sequence[ScheduledSequence]) -> _Step:
+        token_ids: list[npt.NDArray[np.int64]] = []
+        positions: list[npt.NDArray[np.int64]] = []
+        slots: list[npt.NDArray[np.int64]] = []
+        block_tables: list[Tensor] = []
+        seq_lens: list[int] = []
+        query_start_loc = [0]
+        sampled_rows: list[int] = []
+        for sequence in scheduled:
+            self._check(sequence)
+            request = sequence.request
+            start = request.num_computed_tokens
+            end = start + sequence.num_scheduled_tokens
+            seq_positions = np.arange(start, end)
+            block_table = np.array(request.block_table[: -(-end // BLOCK_SIZE)], np.int64)
+            token_ids.append(_tokens(sequence))
+            positions.append(seq_positions)
+            slots.append(block_table[seq_positions // BLOCK_SIZE] * BLOCK_SIZE + seq_positions % BLOCK_SIZE)
+            block_tables.append(torch.from_numpy(block_table))
+            seq_lens.append(end)
+            query_start_loc.append(query_start_loc[-1] + len(seq_positions))
+            if sequence.samples:
+                sampled_rows.append(query_start_loc[-1] - 1)
+        return _Step(
+            token_ids=torch.from_numpy(np.concatenate(token_ids)),
+            positions=torch.from_numpy(np.concatenate(positions)),
+            slot_mapping=torch.from_numpy(np.concatenate(slots)),
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            sampled_rows=sampled_rows,
+        )
+
+    def _check(self, sequence: ScheduledSequence) -> None:
+        request = sequence.request
+        end = request.num_computed_tokens + sequence.num_scheduled_tokens
+        problem = None
+        if sequence.num_scheduled_tokens < 1 or end > request.num_tokens:
+            problem = (
+                f"num_scheduled_tokens {sequence.num_scheduled_tokens} from {request.num_computed_tokens} on "
+                f"with {request.num_tokens} tokens known"
+            )
+        elif end > self.max_model_len:
+            problem = f"{end} tokens, the model takes {self.max_model_len}"
+        elif end > len(request.block_table) * BLOCK_SIZE:
+            problem = f"block_table has {len(request.block_table)} blocks for {end} tokens"
+        elif sequence.samples != (end == request.num_tokens):
+            problem = f"samples is {sequence.samples} at {end} of {request.num_tokens} tokens"
+        if problem is not None:
+            raise ValueError(f"request {request.request_id.hex()}: {problem}")
+
+    def _forward_tiles(self, step: _Step, cache: KVCache) -> Tensor:
+        """The batch in tiles of TILE_ROWS tokens, each through all layers.
+
+        Tokens of a sequence are in order, so what a token attends to was stored by an earlier tile or, layer
+        by layer, in its own.
+        """
+        num_tokens = len(step.token_ids)
+        lengths = torch.tensor(step.query_start_loc).diff()
+        sequence_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        block_tables = torch.nn.utils.rnn.pad_sequence(step.block_tables, batch_first=True)
+        hidden = torch.empty(num_tokens, self.model.config.hidden_size)
+        for start in range(0, num_tokens, TILE_ROWS):
+            tile = slice(start, min(start + TILE_ROWS, num_tokens))
+            attention: Attention = TokenwiseAttention(
+                cache,
+                step.slot_mapping[tile],
+                block_tables[sequence_of[tile]],
+                step.positions[tile] + 1,
+            )
+            padded = self.model.forward(
+                _pad(step.token_ids[tile], TILE_ROWS), _pad(step.positions[tile], TILE_ROWS), attention
+            )
+            hidden[tile] = padded[: tile.stop - tile.start]
+        sampled = hidden[step.sampled_rows]
+        logits = torch.empty(len(sampled), self.vocab_size)
+        for start in range(0, len(sampled), LOGIT_TILE_ROWS):
+            rows = sampled[start : start + LOGIT_TILE_ROWS]
+            padded = self.model.compute_logits(_pad(rows, LOGIT_TILE_ROWS))
+            logits[start : start + len(rows)] = padded[: len(rows)]
+        return logits
+
+
+def _tokens(sequence: ScheduledSequence) -> npt.NDArray[np.int64]:
+    """The token ids that a sequence has scheduled, from prompt and output."""
+    request = sequence.request
+    prompt, output = request.prompt_token_ids, request.output_token_ids
+    start = request.num_computed_tokens
+    end = start + sequence.num_scheduled_tokens
+    if start >= len(prompt):
+        ids = output[start - len(prompt) : end - len(prompt)]
+    else:
+        ids = prompt[start:end] + output[: max(0, end - len(prompt))]
+    return np.array(ids, np.int64)
+
+
+def _pad(rows: Tensor, num_rows: int) -> Tensor:
+    """rows and zeros, [num_rows, ...]."""
+    padded = rows.new_zeros(num_rows, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    return padded
+
+
+def _check_row_invariance(linears: list[Linear], num_rows: int) -> None:
+    """Raises RuntimeError if equal rows give unequal results: then places in a tile would matter."""
+    generator = torch.Generator().manual_seed(0)
+    for linear in linears:
+        row = torch.randn(linear.weight.shape[1], generator=generator)
+        rows = linear(row.repeat(num_rows, 1))
+        if not torch.equal(rows, rows[:1].expand_as(rows)):
+            raise RuntimeError(
+                f"deterministic mode: this machine's matrix library computes equal rows differently for "
+                f"weights of shape {tuple(linear.weight.shape)}"
+            )
