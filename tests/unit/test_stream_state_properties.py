@@ -33,24 +33,25 @@ def token_at(position: int) -> int:
     return 1000 + position
 
 
-def honest_run(run: Run, attempt: int, start: int, sizes: list[int], reason: str) -> list[Entry]:
+def honest_run(run: Run, attempt: int, start: int, steps: list[tuple[int, int]], reason: str) -> list[Entry]:
+    """Chunks of (new tokens, tokens said again before them), then a Completion."""
     log: list[Entry] = [(run, TokenChunk(RID, attempt, start, []))]
     position = start
-    for size in sizes:
-        ids = [token_at(p) for p in range(position, min(position + size, TOTAL))]
-        if ids:
-            done = position + len(ids) == TOTAL
-            log.append((run, TokenChunk(RID, attempt, position, ids, "length" if done else None)))
-            position += len(ids)
+    for size, again in steps:
+        end, said = min(position + size, TOTAL), max(start, position - again)
+        if end > position:
+            ids = [token_at(p) for p in range(said, end)]
+            log.append((run, TokenChunk(RID, attempt, said, ids, "length" if end == TOTAL else None)))
+            position = end
     log.append((run, Completion(RID, attempt, *run, 3, 0, position, reason)))
     return log
 
 
-def stray_run(run: Run, attempt: int) -> list[Entry]:
+def stray_run(run: Run, attempt: int, start: int) -> list[Entry]:
     return [
-        (run, TokenChunk(RID, attempt, 0, [1])),
-        (run, TokenChunk(RID, attempt, 1, [2])),
-        (run, Completion(RID, attempt, *run, 3, 0, 2, "length")),
+        (run, TokenChunk(RID, attempt, start, [1])),
+        (run, TokenChunk(RID, attempt, start + 1, [2])),
+        (run, Completion(RID, attempt, *run, 3, 0, start + 2, "length")),
     ]
 
 
@@ -80,8 +81,8 @@ def logs(draw: st.DrawFn) -> list[Entry]:
 
     A claimant speaks only once its Claim counted; runs of attempt 2 start where the Retry left the fold.
     """
-    sizes = st.lists(st.integers(1, 3), max_size=5)
-    first = honest_run(Run(0, 10), 1, 0, draw(sizes), draw(st.sampled_from(["length", "cancelled", "error"])))
+    steps = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), max_size=5)
+    first = honest_run(Run(0, 10), 1, 0, draw(steps), draw(st.sampled_from(["length", "cancelled", "error"])))
     queues: list[list[Entry]] = [
         [(None, Admitted(RID, 1, OLD_OWNER, 0, 5)), (None, Dispatched(RID, 1, OLD_OWNER, 0, 10, "m"))],
         first[: draw(st.integers(0, len(first)))],
@@ -106,13 +107,13 @@ def logs(draw: st.DrawFn) -> list[Entry]:
             if state.owner_epoch != owner and state.owner_epoch in (OWNER, THIRD):
                 queues.append(draw(st.sampled_from(OWNERS_NEXT))(state.attempt, state.owner_epoch))
             if state.attempt > attempt:
-                second = honest_run(Run(2, 12), 2, len(state.token_ids), draw(sizes), "length")
+                second = honest_run(Run(2, 12), 2, len(state.token_ids), draw(steps), "length")
                 queues.append(second[: draw(st.integers(0, len(second)))])
                 queues.append([(None, Dispatched(RID, 2, OWNER, 2, 12, "m"))])
     if any(run is not None for run, _ in log) and draw(st.booleans()):
         # A stray comes after the bound run has spoken: before it, it would be the bound run.
         spoke = next(i for i, (run, _) in enumerate(log) if run is not None)
-        for late in stray_run(Run(3, 13), draw(st.sampled_from([1, 2]))):
+        for late in stray_run(Run(3, 13), draw(st.sampled_from([1, 2])), draw(st.integers(0, TOTAL))):
             log.insert(draw(st.integers(spoke + 1, len(log))), late)
     return log
 
