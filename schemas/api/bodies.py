@@ -107,7 +107,7 @@ class ChatCompletionBody(Struct, forbid_unknown_fields=True):
         return next((name for name, value in asked if value), None)
 
 
-B = TypeVar("B", GenerateBody, ChatCompletionBody)
+B = TypeVar("B", bound=GenerateBody | ChatCompletionBody)
 _PATH = re.compile(r" - at `(?:key in )?\$(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `(?P<field>[^`]+)`")
 

@@ -1,0 +1,209 @@
+"""Bodies of the APIs: what is good becomes one prepared request, what is bad names its field."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.api.answers import Finished, answer, output_text, visible_ids
+from schemas.api.bodies import ChatCompletionBody, GenerateBody, convert_body, decode_body
+from schemas.api.errors import ApiError
+from schemas.api.prepare import CHAT_COMPLETIONS_URL, DEFAULT_MAX_TOKENS, GENERATE_URL, prepare
+from schemas.catalog import Catalog, simulated_model
+from schemas.models import load_models
+from schemas.priority import PriorityClass
+
+MODELS = load_models(Catalog([simulated_model()], Path()), ["simulated"])
+GENERATE: dict[str, Any] = {"model": "simulated", "prompt": "hi"}
+CHAT: dict[str, Any] = {"model": "simulated", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def refused(kind: type[GenerateBody] | type[ChatCompletionBody], body: Any) -> ApiError:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(ApiError) as e:
+        prepare(decode_body(data, kind), MODELS)
+    return e.value
+
+
+def test_a_prompt_is_tokenized_and_defaults_are_filled() -> None:
+    prepared = prepare(decode_body(json.dumps(GENERATE).encode(), GenerateBody), MODELS)
+    assert prepared.prompt_token_ids == [256, *b"hi"]
+    assert (prepared.url, prepared.priority, prepared.stream) == (GENERATE_URL, None, False)
+    assert (prepared.sampling.max_tokens, prepared.sampling.temperature) == (DEFAULT_MAX_TOKENS, 1.0)
+
+
+def test_messages_go_through_the_models_template() -> None:
+    chat = prepare(decode_body(json.dumps(CHAT).encode(), ChatCompletionBody), MODELS)
+    generate = {"model": "simulated", "messages": CHAT["messages"], "priority": "batch"}
+    native = prepare(decode_body(json.dumps(generate).encode(), GenerateBody), MODELS)
+    assert bytes(chat.prompt_token_ids) == b"<|user|>hi\n<|assistant|>"
+    assert native.prompt_token_ids == chat.prompt_token_ids
+    assert native.priority is PriorityClass.BATCH
+
+
+def test_two_requests_without_a_seed_get_two() -> None:
+    body = decode_body(json.dumps(GENERATE).encode(), GenerateBody)
+    assert prepare(body, MODELS).sampling.seed != prepare(body, MODELS).sampling.seed
+
+
+def test_text_parts_and_the_developer_role_are_understood() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = {"model": "simulated", "messages": [{"role": "developer", "content": parts}]}
+    prepared = prepare(decode_body(json.dumps(body).encode(), ChatCompletionBody), MODELS)
+    assert bytes(prepared.prompt_token_ids) == b"<|system|>ab\n<|assistant|>"
+
+
+REFUSALS: list[tuple[type[GenerateBody] | type[ChatCompletionBody], Any, int, str, str | None]] = [
+    (GenerateBody, b"", 400, "invalid_json", None),
+    (GenerateBody, b"{", 400, "invalid_json", None),
+    (GenerateBody, b"\xff\xfe", 400, "invalid_json", None),
+    (ChatCompletionBody, b'{"tools":' + b"[" * 100_000, 400, "invalid_json", None),
+    (GenerateBody, [], 400, "invalid_value", "body"),
+    (GenerateBody, {}, 400, "missing_field", "model"),
+    (GenerateBody, {"model": "simulated"}, 400, "invalid_value", "prompt"),
+    (GenerateBody, {**GENERATE, "messages": CHAT["messages"]}, 400, "invalid_value", "prompt"),
+    (GenerateBody, {**GENERATE, "model": "gpt-9"}, 404, "model_not_found", "model"),
+    (GenerateBody, {**GENERATE, "prompt": 3}, 400, "invalid_value", "prompt"),
+    (GenerateBody, {**GENERATE, "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+    (GenerateBody, {**GENERATE, "max_tokens": 1.5}, 400, "invalid_value", "max_tokens"),
+    (GenerateBody, {**GENERATE, "max_tokens": True}, 400, "invalid_value", "max_tokens"),
+    (GenerateBody, {**GENERATE, "max_tokens": 40_000}, 400, "context_length_exceeded", "max_tokens"),
+    (GenerateBody, {**GENERATE, "prompt": "x" * 40_000}, 400, "context_length_exceeded", "prompt"),
+    (GenerateBody, {**GENERATE, "temperature": -1}, 400, "invalid_value", "temperature"),
+    (GenerateBody, {**GENERATE, "top_p": 0}, 400, "invalid_value", "top_p"),
+    (GenerateBody, {**GENERATE, "top_k": -1}, 400, "invalid_value", "top_k"),
+    (GenerateBody, {**GENERATE, "seed": 2**64}, 400, "invalid_value", "seed"),
+    (GenerateBody, {**GENERATE, "priority": "vip"}, 400, "invalid_value", "priority"),
+    (GenerateBody, {**GENERATE, "temprature": 1}, 400, "unknown_field", "temprature"),
+    (GenerateBody, {**GENERATE, "stop_token_ids": [-1]}, 400, "invalid_value", "stop_token_ids[0]"),
+    (ChatCompletionBody, {**CHAT, "messages": []}, 400, "invalid_value", "messages"),
+    (
+        ChatCompletionBody,
+        {**CHAT, "messages": [{"role": "user"}]},
+        400,
+        "missing_field",
+        "messages[0].content",
+    ),
+    (
+        ChatCompletionBody,
+        {**CHAT, "messages": [{"role": "robot", "content": "x"}]},
+        400,
+        "invalid_value",
+        "messages[0].role",
+    ),
+    (
+        ChatCompletionBody,
+        {**CHAT, "messages": [{"role": "user", "content": "x" * 40_000}]},
+        400,
+        "context_length_exceeded",
+        "messages",
+    ),
+    (ChatCompletionBody, {**CHAT, "n": 2}, 400, "invalid_value", "n"),
+    (ChatCompletionBody, {**CHAT, "stop": ["a"]}, 400, "unsupported_field", "stop"),
+    (ChatCompletionBody, {**CHAT, "tools": [{}]}, 400, "unsupported_field", "tools"),
+    (ChatCompletionBody, {**CHAT, "logprobs": True}, 400, "unsupported_field", "logprobs"),
+    (ChatCompletionBody, {**CHAT, "frequency_penalty": 1}, 400, "unsupported_field", "frequency_penalty"),
+    (
+        ChatCompletionBody,
+        {**CHAT, "response_format": {"type": "json_object"}},
+        400,
+        "invalid_value",
+        "response_format.type",
+    ),
+    (
+        ChatCompletionBody,
+        {**CHAT, "max_completion_tokens": 40_000},
+        400,
+        "context_length_exceeded",
+        "max_completion_tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "body", "status", "code", "param"), REFUSALS)
+def test_every_refusal_names_its_field(
+    kind: type[GenerateBody] | type[ChatCompletionBody], body: Any, status: int, code: str, param: str | None
+) -> None:
+    error = refused(kind, body)
+    assert (error.status, error.code, error.param) == (status, code, param)
+    if param and param != "body":
+        assert param.split("[")[0].split(".")[0] in error.message
+
+
+def test_values_that_ask_for_nothing_are_accepted() -> None:
+    body = CHAT | {
+        "n": 1,
+        "stop": None,
+        "tools": [],
+        "tool_choice": "none",
+        "logprobs": False,
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "user": "u",
+        "metadata": {"a": "b"},
+        "stream": None,
+        "stream_options": {"include_usage": True},
+    }
+    prepared = prepare(decode_body(json.dumps(body).encode(), ChatCompletionBody), MODELS)
+    assert (prepared.stream, prepared.include_usage) == (False, True)
+
+
+def test_a_model_without_a_template_takes_prompts_only() -> None:
+    model = MODELS["simulated"]
+    bare = {"simulated": type(model)(model.spec, model.tokenizer, None)}
+    with pytest.raises(ApiError, match="no chat template"):
+        prepare(convert_body(CHAT, ChatCompletionBody), bare)
+    assert prepare(convert_body(GENERATE, GenerateBody), bare).prompt_token_ids == [256, *b"hi"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = sorted({*GenerateBody.__struct_fields__, *ChatCompletionBody.__struct_fields__})
+
+
+@given(st.sampled_from([GENERATE, CHAT]), st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
+def test_any_json_is_served_or_refused_as_the_clients_fault(good: dict[str, Any], change: Any) -> None:
+    kind: type[Any] = GenerateBody if good is GENERATE else ChatCompletionBody
+    error: ApiError | None = None
+    try:
+        prepare(decode_body(json.dumps(good | change).encode(), kind), MODELS)
+    except ApiError as e:
+        error = e
+    assert error is None or (error.status in (400, 404) and error.message)
+
+
+@given(st.binary(max_size=80))
+def test_any_bytes_are_refused_as_the_clients_fault(data: bytes) -> None:
+    assert refused(ChatCompletionBody, data).status == 400
+
+
+def test_the_token_that_stopped_the_output_is_not_shown() -> None:
+    assert visible_ids([1, 2, 3], "stop") == [1, 2]
+    assert visible_ids([1, 2, 3], "length") == [1, 2, 3]
+    assert output_text(MODELS["simulated"].tokenizer, [*b"hi!"], "stop") == "hi"
+
+
+def test_answers_have_the_shapes_of_their_apis() -> None:
+    finished = Finished(bytes(16), "m", 1_700_000_000, "hi", "stop", 3, 0, 2)
+    assert answer(GENERATE_URL, finished) == {
+        "id": "0" * 32,
+        "model": "m",
+        "text": "hi",
+        "usage": {"input_tokens": 3, "output_tokens": 2},
+        "stop_reason": "stop",
+    }
+    chat = answer(CHAT_COMPLETIONS_URL, finished)
+    assert chat["choices"][0]["message"]["content"] == "hi"
+    assert chat["usage"]["total_tokens"] == 5
+
+
+def test_retry_after_is_whole_seconds_and_never_zero() -> None:
+    waits = [ApiError(429, "c", "m", retry_after_ms=ms).retry_after_s() for ms in (None, 0, 1, 1000, 1001)]
+    assert waits == [None, 1, 1, 1, 2]

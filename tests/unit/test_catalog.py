@@ -1,0 +1,61 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from schemas.catalog import Catalog, CatalogError, parse_spec
+
+GOOD = {
+    "id": "m",
+    "architecture": "llama",
+    "weights": "model.gguf",
+    "tokenizer": "tokenizer.json",
+    "max_model_len": 4096,
+    "bos_token_id": 1,
+    "add_bos": True,
+    "eos_token_ids": [2],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_model_len": "4096"}, "max_model_len"),
+        ({"max_model_len": True}, "max_model_len"),
+        ({"max_model_len": 0}, "max_model_len"),
+        ({"eos_token_ids": ["2"]}, "eos_token_ids"),
+        ({"eos_token_ids": 2}, "eos_token_ids"),
+        ({"colour": "red"}, "unknown field 'colour'"),
+    ],
+)
+def test_a_bad_field_is_named_with_its_file(change: dict[str, object], message: str) -> None:
+    with pytest.raises(CatalogError, match=rf"m/model\.json: .*{message}"):
+        parse_spec(json.dumps(GOOD | change), "m/model.json")
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(CatalogError, match="'id' is missing"):
+        parse_spec(json.dumps({k: v for k, v in GOOD.items() if k != "id"}), "f")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_what_is_no_object_is_refused(text: str) -> None:
+    with pytest.raises(CatalogError):
+        parse_spec(text, "f")
+
+
+def test_a_folder_is_a_model(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "model.json").write_text(json.dumps(GOOD))
+    catalog = Catalog.load(tmp_path)
+    assert catalog.on_disk() == ["m"]
+    assert catalog.weights_path(catalog.get("m")) == tmp_path / "m" / "model.gguf"
+    with pytest.raises(CatalogError, match="there: m, simulated"):
+        catalog.get("other")
+
+
+def test_a_folder_of_another_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "n").mkdir()
+    (tmp_path / "n" / "model.json").write_text(json.dumps(GOOD))
+    with pytest.raises(CatalogError, match="'id' is 'm'"):
+        Catalog.load(tmp_path)
