@@ -14,8 +14,8 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
 from infra.local.broker_properties import new_cluster_id, server_properties
-from infra.local.child import Child, ChildDiedError, ChildSpec
-from infra.local.file_lock import FileLock
+from infra.local.child import Child, ChildDiedError, ChildError, ChildSpec
+from infra.local.file_lock import FileLock, LockedError
 from infra.local.java import ensure_java
 from infra.local.jvm import ClassArchive, KafkaCommand
 from infra.local.kafka_jars import ensure_kafka_jars
@@ -26,10 +26,11 @@ _START_ATTEMPTS = 3
 _FORMAT_S = 60.0
 _ARCHIVE_S = 120.0
 _PROBE_S = 5.0
+_PREDECESSOR_ENDS_S = 2.0
 
 
 class BrokerError(RuntimeError):
-    """The broker's data could not be prepared; the message names the log file."""
+    """The broker's data could not be prepared; the message says why or where to look."""
 
 
 class Broker:
@@ -63,6 +64,7 @@ class Broker:
         self._kafka_dir = self.data_dir / "kafka"
         self._properties = self._kafka_dir / "server.properties"
         self._formatted = self._kafka_dir / "cluster_id"
+        self._lock = FileLock(self._kafka_dir / "lock")
 
     @property
     def bootstrap_servers(self) -> str:
@@ -88,19 +90,37 @@ class Broker:
         command = KafkaCommand(java, jars)
         archive = ClassArchive.of(cache, command)
         if not archive.exists:
-            await self._write_archive(command, archive)
+            await self._ensure_archive(command, archive)
         command = command.with_flags(archive.flags())
-        await self._run(command, command, timeout)
+        await self._lock_data()
+        try:
+            await self._run(command, command, timeout)
+        except BaseException:
+            self._lock.release()
+            raise
 
     async def stop(self) -> None:
         """Ends it in order: what it has is on disk afterwards. Fine when it does not run."""
         if self.child is not None:
             await self.child.stop()
+        self._lock.release()
 
     def kill(self) -> None:
         """kill -9."""
         if self.child is not None:
             self.child.kill()
+        self._lock.release()
+
+    async def _lock_data(self) -> None:
+        """Keeps a second broker away: Kafka's own lock comes after its controller has written to the log.
+
+        The JVM inherits the lock, so it is held as long as that lives.
+        """
+        self._lock.release()
+        try:
+            await asyncio.to_thread(self._lock.acquire, _PREDECESSOR_ENDS_S, f"process {os.getpid()}")
+        except LockedError as error:
+            raise BrokerError(f"{self._kafka_dir} is in use by a broker of {error.holder}") from None
 
     async def _run(
         self, format_tool: KafkaCommand, server: KafkaCommand, timeout: float, stop_timeout: float = 20.0
@@ -122,7 +142,7 @@ class Broker:
                     ready=partial(self._answers, cluster_id),
                     start_timeout=timeout,
                     stop_timeout=stop_timeout,
-                    pass_fds=self._pass_fds,
+                    pass_fds=(*self._pass_fds, *self._lock.descriptors),
                 )
             )
             try:
@@ -194,23 +214,30 @@ class Broker:
             await admin.close()
         return cluster["cluster_id"] == cluster_id and bool(cluster["brokers"])
 
-    async def _write_archive(self, command: KafkaCommand, archive: ClassArchive) -> None:
-        """Writes the archive by one run on throw-away data. The broker works without it, only slower."""
+    async def _ensure_archive(self, command: KafkaCommand, archive: ClassArchive) -> None:
+        """Writes the archive where it is missing. Without it the broker works, only slower."""
         lock = FileLock(archive.path.with_suffix(".lock"))
-        await asyncio.to_thread(lock.acquire, _ARCHIVE_S)
-        with lock, tempfile.TemporaryDirectory(prefix="headrace-") as temporary:
-            if archive.exists:
-                return
-            self._report("preparing fast starts of Kafka (once)")
-            unfinished = archive.path.with_name(f"partial-{archive.path.name}")
-            training = command.with_flags(archive.training_flags(unfinished))
-            trial = Broker(Path(temporary), env=self._env, rng=self._rng)
+        try:
+            await asyncio.to_thread(lock.acquire, _ARCHIVE_S)
+            if not archive.exists:
+                self._report("preparing fast starts of Kafka (once)")
+                await self._write_archive(command, archive)
+        except (LockedError, ChildError, BrokerError) as error:
+            self._report(f"Kafka will start slower, without a class archive: {error}")
+        finally:
+            lock.release()
+
+    async def _write_archive(self, command: KafkaCommand, archive: ClassArchive) -> None:
+        """One run on throw-away data; the JVM writes the archive as it ends."""
+        unfinished = archive.path.with_name(f"partial-{archive.path.name}")
+        training = command.with_flags(archive.training_flags(unfinished))
+        with tempfile.TemporaryDirectory(prefix="headrace-") as temporary:
+            trial = Broker(Path(temporary), env=self._env, rng=self._rng, avoid_ports=self._avoid_ports)
             try:
                 await trial._run(command, training, timeout=60.0, stop_timeout=_ARCHIVE_S)
                 await trial.stop()
             finally:
                 trial.kill()
-            if unfinished.exists():
-                unfinished.rename(archive.path)
-            else:
-                self._report("no class archive was written; Kafka starts slower")
+            if not unfinished.exists():
+                raise BrokerError(f"the JVM wrote none:\n{trial.child.last_lines() if trial.child else ''}")
+        unfinished.rename(archive.path)

@@ -3,8 +3,9 @@
 import fcntl
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 
 class LockedError(RuntimeError):
@@ -17,7 +18,7 @@ class LockedError(RuntimeError):
 
 
 class FileLock:
-    """flock on `path`. A child that inherits `fileno()` keeps the lock until it too is gone."""
+    """flock on `path`. A child that inherits `descriptors` keeps the lock until it too is gone."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,6 +40,15 @@ class FileLock:
         os.pwrite(descriptor, note.encode(), 0)
         self._descriptor = descriptor
 
+    @contextmanager
+    def locked(self, note: str = "", timeout_s: float = 0.0) -> Iterator[None]:
+        """Holds the lock for a block, after waiting for it (and blocking the thread) up to `timeout_s`."""
+        self.acquire(timeout_s, note)
+        try:
+            yield
+        finally:
+            self.release()
+
     def acquire(self, timeout_s: float, note: str = "") -> None:
         """Like `try_acquire`, but waits (and blocks the thread) up to `timeout_s`."""
         deadline = time.monotonic() + timeout_s
@@ -50,22 +60,13 @@ class FileLock:
                     raise
             time.sleep(0.1)
 
-    def fileno(self) -> int:
-        if self._descriptor is None:
-            raise RuntimeError(f"{self.path} is not locked")
-        return self._descriptor
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What a child has to inherit to keep the lock; empty while it is not held."""
+        return () if self._descriptor is None else (self._descriptor,)
 
     def release(self) -> None:
         """Gives this process's hold up; no error when there is none."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-    def __enter__(self) -> "FileLock":
-        self.fileno()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()

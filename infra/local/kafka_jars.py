@@ -79,9 +79,7 @@ def ensure_kafka_jars(
     if _is_verified(folder, jars.paths):
         return jars
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(cache / "kafka" / "lock")
-    lock.acquire(_OTHER_DOWNLOAD_S)
-    with lock:
+    with FileLock(cache / "kafka" / "lock").locked(timeout_s=_OTHER_DOWNLOAD_S):
         missing = [path for path, sha in pinned.items() if _sha256(folder / path.name) != sha]
         if missing:
             _download(missing, pinned, cache / "m2", folder, env, report, fetch or _fetch_from_central)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import NoReturn
@@ -18,7 +17,7 @@ from infra.local.supervisor import Supervisor
 from infra.topics.create import create_topics
 
 BROKER = "broker"
-_PREDECESSOR_ENDS_S = 5.0
+_PREDECESSOR_ENDS_S = 2.0
 _WATCH_S = 0.1
 
 
@@ -88,7 +87,7 @@ class Stack:
                 report=self._report,
                 rng=self._rng,
                 avoid_ports={port for i in self._instances.values() for port in (i.http_port, i.sql_port)},
-                pass_fds=(self._lock.fileno(),),
+                pass_fds=self._lock.descriptors,
             )
             await self.broker.start(self.config.start_timeout)
             # 3. Topics, before anyone reads or writes them.
@@ -104,7 +103,7 @@ class Stack:
             raise
 
     async def stop(self) -> None:
-        """Ends the services, last wave first, then the broker. Nothing runs afterwards, also when cancelled."""
+        # 4. Services, all at the same time: they meet on the log, so none waits for another.
         try:
             await self._supervisor.stop()
             if self.broker is not None:
@@ -156,20 +155,16 @@ class Stack:
 
     async def _lock_data_dir(self) -> None:
         # A predecessor that was killed may still be going down.
-        deadline = time.monotonic() + _PREDECESSOR_ENDS_S
-        while True:
-            try:
-                return self._lock.try_acquire(f"headrace, process {os.getpid()}")
-            except LockedError as error:
-                if time.monotonic() >= deadline:
-                    raise StackError(
-                        f"{self.config.data_dir} is in use by {error.holder or 'another stack'}: "
-                        "stop that one, or choose another data folder"
-                    ) from None
-            await asyncio.sleep(0.1)
+        try:
+            await asyncio.to_thread(self._lock.acquire, _PREDECESSOR_ENDS_S, f"process {os.getpid()}")
+        except LockedError as error:
+            raise StackError(
+                f"{self.config.data_dir} is in use by {error.holder or 'another stack'}: "
+                "stop that one, or choose another data folder"
+            ) from None
 
     def _claim_ports(self) -> list[Instance]:
-        """All processes of all services. Raises PortTakenError for a port that was asked for and is in use."""
+        """All processes of all services. Raises PortTakenError for an asked-for port that is in use."""
         taken: set[int] = set()
 
         def claim(wanted: int, purpose: str) -> int:
@@ -207,6 +202,6 @@ class Stack:
                 ready=http_ready(instance.http_port),
                 start_timeout=self.config.start_timeout,
                 stop_timeout=service.stop_timeout,
-                pass_fds=(self._lock.fileno(),),
+                pass_fds=self._lock.descriptors,
             )
         )

@@ -1,0 +1,26 @@
+import base64
+import random
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.local.broker_properties import new_cluster_id, server_properties
+
+
+@given(st.integers(min_value=0))
+def test_a_cluster_id_is_16_bytes_and_never_looks_like_an_option(seed: int) -> None:
+    cluster_id = new_cluster_id(random.Random(seed))
+    assert not cluster_id.startswith("-")
+    assert len(base64.urlsafe_b64decode(cluster_id + "==")) == 16
+
+
+def test_all_listeners_are_on_the_loopback_address() -> None:
+    text = server_properties(Path("/data/kafka/log"), 21001, 21002)
+    settings = dict(line.split("=", 1) for line in text.splitlines())
+    for listener in settings["listeners"].split(",") + settings["advertised.listeners"].split(","):
+        assert "://127.0.0.1:2100" in listener
+    assert settings["controller.quorum.voters"] == "1@127.0.0.1:21002"
+    assert settings["log.dirs"] == "/data/kafka/log"
+    assert settings["auto.create.topics.enable"] == "false"
+    assert settings["log.message.timestamp.type"] == "LogAppendTime"
