@@ -40,6 +40,10 @@ http.server.HTTPServer(("127.0.0.1", int(os.environ["HEADRACE_HTTP_PORT"])), Han
 """
 
 
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
 def stand_in(name: str) -> Service:
     """The real table's entry of a service, with a small program in the place of its command."""
     return replace(SERVICES[name], argv=(sys.executable, "-c", SERVICE, name))
@@ -101,7 +105,7 @@ async def test_a_stack_from_start_to_stop(make_stack: Callable[..., Stack], tmp_
     assert ended[0] == "gateway-0"
     assert set(ended[1:3]) == {"worker-0", "worker-1"}
     assert set(ended[3:]) == {"admission-0", "ledger-0"}
-    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    assert not [pid for pid in pids if exists(pid)]
 
 
 async def test_kill_and_restart_keep_slot_and_port(make_stack: Callable[..., Stack]) -> None:
