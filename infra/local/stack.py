@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -39,10 +40,13 @@ class Stack:
         report: Callable[[str], None] = lambda message: None,
         services: Mapping[str, Service] = SERVICES,
         rng: random.Random | None = None,
+        prepare: Callable[[Path], None] = lambda data_dir: None,
     ) -> None:
+        """`prepare` is called with the data folder once it is ours and before anything uses it."""
         self.config = config
         self.broker: Broker | None = None
         self._report = report
+        self._prepare = prepare
         self._services = services
         self._rng = rng or random.Random()
         self._lock = FileLock(config.data_dir / "lock")
@@ -77,6 +81,7 @@ class Stack:
         """
         await self._lock_data_dir()
         try:
+            self._prepare(self.config.data_dir)
             # 1. Ports, so that one that is taken is known before anything runs.
             self._instances = {instance.name: instance for instance in self._claim_ports()}
             # 2. The broker, with the data of the last run.
