@@ -1,0 +1,29 @@
+"""`./infra/bench NAME [options]`: runs a benchmark and prints its figures as JSON on the last line."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+
+from infra.benchmarks import http, overhead
+
+_BENCHMARKS: dict[str, Any] = {"overhead": overhead, "http": http}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="infra/bench", description=__doc__)
+    names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    for name, module in _BENCHMARKS.items():
+        module.add_options(names.add_parser(name, help=module.__doc__, description=module.__doc__))
+    options = parser.parse_args()
+    report: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True)  # noqa: E731
+    figures = uvloop.run(_BENCHMARKS[options.name].run(options, report))
+    print(json.dumps({"benchmark": options.name, **figures}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

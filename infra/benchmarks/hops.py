@@ -1,0 +1,87 @@
+"""When each request of a benchmark reached each topic, from the broker's own timestamps (1 ms)."""
+
+import asyncio
+from dataclasses import dataclass
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from schemas import topics
+from schemas.codec import decode
+from schemas.fleet import CONSUMER_SETTINGS
+from schemas.records import Dispatch, InferenceRequest, Tokens
+from schemas.topics import Layout
+
+_TIMEOUT_S = 60.0
+_TOPICS = (topics.REQUESTS, topics.PREFILL, topics.TOKENS)
+
+
+@dataclass(slots=True)
+class Hops:
+    """Broker times (ms of the epoch) of a request's first record on each topic."""
+
+    requests: int | None = None
+    prefill: int | None = None
+    tokens: int | None = None
+
+
+class LogReader:
+    """Reads what a benchmark left on the three topics of a request's way, from where it began."""
+
+    def __init__(self, kafka: str, layout: Layout) -> None:
+        self._kafka = kafka
+        self._partitions = [
+            TopicPartition(spec.name, number)
+            for spec in topics.topic_specs(layout)
+            if spec.name in _TOPICS
+            for number in range(spec.partitions)
+        ]
+        self._begin: dict[TopicPartition, int] = {}
+
+    async def mark(self) -> None:
+        """What is on the log now is not of interest."""
+        consumer = await self._consumer()
+        try:
+            self._begin = await consumer.end_offsets(self._partitions)
+        finally:
+            await consumer.stop()
+
+    async def hops(self) -> dict[str, Hops]:
+        """By request id (hex), for all requests since `mark`. Raises TimeoutError."""
+        found: dict[str, Hops] = {}
+        consumer = await self._consumer()
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                end = await consumer.end_offsets(self._partitions)
+                wanted = [p for p in self._partitions if end[p] > self._begin[p]]
+                consumer.assign(wanted)
+                for partition in wanted:
+                    consumer.seek(partition, self._begin[partition])
+                position = {p: self._begin[p] for p in wanted}
+                while any(position[p] < end[p] for p in wanted):
+                    for partition, records in (await consumer.getmany(timeout_ms=500)).items():
+                        for record in records:
+                            _note(found, decode(record.value), record.timestamp)
+                        position[partition] = records[-1].offset + 1
+        finally:
+            await consumer.stop()
+        return found
+
+    async def _consumer(self) -> AIOKafkaConsumer:
+        consumer = AIOKafkaConsumer(bootstrap_servers=self._kafka, **CONSUMER_SETTINGS)
+        await consumer.start()
+        return consumer
+
+
+def _note(found: dict[str, Hops], record: object, timestamp: int) -> None:
+    match record:
+        case InferenceRequest():
+            hops = found.setdefault(record.request_id.hex(), Hops())
+            hops.requests = hops.requests or timestamp
+        case Dispatch():
+            hops = found.setdefault(record.request.request_id.hex(), Hops())
+            hops.prefill = hops.prefill or timestamp
+        case Tokens():
+            for chunk in record.chunks:
+                if chunk.token_ids:
+                    hops = found.setdefault(chunk.request_id.hex(), Hops())
+                    hops.tokens = hops.tokens or timestamp
