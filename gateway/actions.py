@@ -1,0 +1,44 @@
+"""What the owner wants done. The outbox does it, in this order."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from schemas.records import Cancellation, Failed, Usage
+
+if TYPE_CHECKING:
+    from gateway.owned_request import OwnedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SendRequest:
+    """Append the request to inference.requests (again), and tell the owner its offset."""
+
+    owned: "OwnedRequest"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Append the owner's own word to the reply partition."""
+
+    record: Failed
+    reply_partition: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """To inference.cancellations; `behind_request` also to inference.requests, for admission's queue."""
+
+    record: Cancellation
+    partition: int
+    behind_request: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """A sealed usage row."""
+
+    record: Usage
+    partition: int
+
+
+Action = SendRequest | Reply | Cancel | Bill

@@ -1,0 +1,39 @@
+"""The gateway's HTTP application: which path leads where."""
+
+from collections.abc import Awaitable, Callable
+
+from starlette.routing import Route, Router
+
+from gateway.api import health, models, native, openai_chat
+from gateway.errors import ErrorBoundary
+from gateway.exchange import Exchange, Receive, Scope, Send
+from gateway.serving import Serving
+from schemas.api.prepare import CHAT_COMPLETIONS_URL, GENERATE_URL
+
+Handler = Callable[[Serving, Exchange], Awaitable[None]]
+
+
+class _Endpoint:
+    """A handler as an ASGI application: it writes its own response, no object in between."""
+
+    def __init__(self, handler: Handler, serving: Serving) -> None:
+        self._handler = handler
+        self._serving = serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._handler(self._serving, scope["exchange"])
+
+
+def make_app(serving: Serving) -> ErrorBoundary:
+    """The ASGI application."""
+    table: list[tuple[str, str, Handler]] = [
+        ("POST", GENERATE_URL, native.generate),
+        ("POST", CHAT_COMPLETIONS_URL, openai_chat.chat_completions),
+        ("GET", "/v1/models", models.list_models),
+        ("GET", "/v1/models/{model:path}", models.get_model),
+        ("GET", "/health/live", health.live),
+        ("GET", "/health/ready", health.ready),
+        ("GET", "/metrics", health.metrics),
+    ]
+    routes = [Route(path, _Endpoint(handler, serving), methods=[method]) for method, path, handler in table]
+    return ErrorBoundary(Router(routes, redirect_slashes=False), serving.metrics.on_status)

@@ -1,0 +1,83 @@
+"""Who calls: API keys against the tenants of control.tenants."""
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from schemas.api.errors import ApiError
+from schemas.api_keys import hash_key, is_key, key_id
+from schemas.records import Tenant
+
+_NO_HASH = bytes(32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    sha256: bytes
+    tenant: Tenant
+
+
+class TenantBook:
+    """The tenants as control.tenants last told them; found by key."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, Tenant] = {}
+        self._by_key_id: dict[str, list[_Entry]] = {}
+
+    def put(self, name: str, tenant: Tenant | None) -> None:
+        """Takes the newest record of a tenant; None deletes it, and its keys with it."""
+        self._forget_keys(name)
+        if tenant is None:
+            self._tenants.pop(name, None)
+            return
+        self._tenants[name] = tenant
+        for key in tenant.keys:
+            self._by_key_id.setdefault(key.key_id, []).append(_Entry(key.sha256, tenant))
+
+    def authenticate(self, headers: Mapping[bytes, bytes]) -> Tenant:
+        """The tenant whose key is in `authorization` or `x-api-key` (lower-case names).
+
+        Raises ApiError 401, or 403 for a tenant that is disabled. Takes the same time for an unknown key
+        as for a wrong one.
+        """
+        key = _presented_key(headers)
+        digest = hash_key(key)
+        found: Tenant | None = None
+        for entry in self._by_key_id.get(key_id(key), [_Entry(_NO_HASH, _NOBODY)]):
+            if hmac.compare_digest(entry.sha256, digest):
+                found = entry.tenant
+        if found is None:
+            raise ApiError(401, "invalid_api_key", "the API key is not known")
+        if found.disabled:
+            raise ApiError(403, "tenant_disabled", f"tenant {found.name} is disabled")
+        return found
+
+    def _forget_keys(self, name: str) -> None:
+        old = self._tenants.get(name)
+        for key in old.keys if old is not None else ():
+            kept = [e for e in self._by_key_id.get(key.key_id, ()) if e.tenant is not old]
+            if kept:
+                self._by_key_id[key.key_id] = kept
+            else:
+                self._by_key_id.pop(key.key_id, None)
+
+
+_NOBODY = Tenant(name="nobody", tier=0, keys=[], limits=[])
+
+
+def _presented_key(headers: Mapping[bytes, bytes]) -> str:
+    bearer = headers.get(b"authorization")
+    if bearer is not None:
+        scheme, _, value = bearer.partition(b" ")
+        if scheme.lower() != b"bearer":
+            raise ApiError(401, "invalid_api_key", "use 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+    else:
+        value = headers.get(b"x-api-key", b"")
+    text = value.strip().decode("ascii", "replace")
+    if not text:
+        raise ApiError(
+            401, "missing_api_key", "give an API key: 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        )
+    if not is_key(text):
+        raise ApiError(401, "invalid_api_key", "the API key is not known")
+    return text

@@ -1,0 +1,55 @@
+"""Settings of a gateway."""
+
+from dataclasses import dataclass
+
+from schemas.config import CommonConfig, setting
+
+_POSITIVE = (
+    "max_body_bytes",
+    "body_timeout_s",
+    "ack_timeout_s",
+    "start_timeout_s",
+    "end_ms",
+    "start_wait_s",
+    "keep_alive_s",
+    "write_timeout_s",
+    "stream_buffer_chars",
+    "cancel_timeout_ms",
+    "drain_s",
+    "inline_body_bytes",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(CommonConfig):
+    """What a gateway is told."""
+
+    max_body_bytes: int = setting(8 << 20, doc="Largest request body; above it: 413.")
+    body_timeout_s: float = setting(30.0, doc="Seconds a client may take to send its body; then 408.")
+    ack_timeout_s: float = setting(5.0, doc="Seconds to wait for Kafka to take a request; then 503.")
+    start_timeout_s: float = setting(60.0, doc="Seconds to wait for Kafka at the start; then it exits.")
+    end_ms: int = setting(600_000, doc="Milliseconds from acceptance after which a request is ended.")
+    start_wait_s: float = setting(
+        10.0, doc="Seconds of queueing after which a stream's response starts anyway."
+    )
+    keep_alive_s: float = setting(10.0, doc="Seconds without an event after which a comment is sent.")
+    write_timeout_s: float = setting(30.0, doc="Seconds a client may leave what it was sent unread.")
+    stream_buffer_chars: int = setting(
+        65_536, doc="Characters held for a slow reader; above it the stream ends."
+    )
+    cancel_timeout_ms: int = setting(30_000, doc="Milliseconds to wait for the end of a cancelled request.")
+    drain_s: float = setting(30.0, doc="Seconds that running streams have to finish on SIGTERM.")
+    inline_body_bytes: int = setting(2_000, doc="Bodies up to this size are tokenized in the event loop.")
+
+    def errors(self) -> list[str]:
+        found = super().errors()
+        found += [
+            f"HEADRACE_{name.upper()} must be above 0, not {getattr(self, name)}"
+            for name in _POSITIVE
+            if getattr(self, name) <= 0
+        ]
+        if self.slot >= self.gateway_slots:
+            found.append(
+                f"HEADRACE_SLOT is {self.slot}, but there are {self.gateway_slots} gateway slots, from 0 on"
+            )
+        return found

@@ -1,0 +1,88 @@
+"""Every refusal leaves here: OpenAI's error shape, an x-request-id. Stack traces go to the log alone."""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from starlette.exceptions import HTTPException
+
+from gateway.exchange import JSON, ClientGoneError, Exchange, Receive, Scope, Send
+from schemas.api.errors import ApiError
+
+log = logging.getLogger(__name__)
+
+_RETRY_LATER = frozenset({429, 503})
+_DEFAULT_RETRY_MS = 1_000
+# The rest of such a body is not read, so the connection cannot be used again.
+_CLOSES = frozenset({408, 413})
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "internal_error", "the gateway failed; the request id finds it in the log")
+
+
+def from_http(error: HTTPException, scope: Scope) -> ApiError:
+    """What the router raises."""
+    if error.status_code == 405:
+        return ApiError(405, "method_not_allowed", f"{scope['method']} is not allowed here")
+    if error.status_code == 404:
+        return ApiError(404, "not_found", f"there is nothing at {scope['path']}")
+    return ApiError(error.status_code, "http_error", error.detail)
+
+
+async def send_error(
+    exchange: Exchange, error: ApiError, headers: tuple[tuple[bytes, bytes], ...] = ()
+) -> None:
+    """The whole response of a refusal; 429 and 503 always say when to come back."""
+    extra = [JSON, *headers]
+    retry_after = error.retry_after_s()
+    if retry_after is None and error.status in _RETRY_LATER:
+        retry_after = _DEFAULT_RETRY_MS // 1000
+    if retry_after is not None:
+        extra.append((b"retry-after", b"%d" % retry_after))
+    if error.status == 401:
+        extra.append((b"www-authenticate", b"Bearer"))
+    if error.status in _CLOSES:
+        extra.append((b"connection", b"close"))
+    await exchange.respond(error.status, error.to_json(), extra)
+
+
+class ErrorBoundary:
+    """The outermost ASGI application: puts the Exchange into `scope["exchange"]`, turns errors into answers.
+
+    `on_status(status)` is told each answer's status; 499 where the client left before any.
+    """
+
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], on_status: Callable[[int], None]
+    ) -> None:
+        self._app = app
+        self._on_status = on_status
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        scope["exchange"] = exchange
+        scope["app"] = self  # has the router raise instead of answering in plain text
+        try:
+            await self._answer(exchange, scope, receive, send)
+        finally:
+            self._on_status(exchange.status or 499)
+
+    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: tuple[tuple[bytes, bytes], ...] = ()
+        try:
+            await self._app(scope, receive, send)
+            return
+        except ApiError as e:
+            error = e
+        except ClientGoneError:
+            return
+        except HTTPException as e:
+            error = from_http(e, scope)
+            headers = tuple((k.lower().encode(), v.encode()) for k, v in (e.headers or {}).items())
+        except Exception:
+            log.exception("a handler failed", extra={"request_id": exchange.request_id.hex()})
+            error = internal_error()
+        if exchange.started:
+            # Only closing the connection is left; uvicorn does that for an exception.
+            raise RuntimeError(f"failed after the response had started: {error.code}")
+        await send_error(exchange, error, headers)

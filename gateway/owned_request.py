@@ -1,0 +1,75 @@
+"""One request that this gateway owns, and the records that only its owner writes about it."""
+
+from dataclasses import dataclass, field
+
+from gateway.actions import Bill, Cancel
+from gateway.reader import Reader
+from schemas.records import Cancellation, InferenceRequest, Usage
+from schemas.stream_state import Run, StreamState
+
+
+@dataclass(slots=True, eq=False)
+class OwnedRequest:
+    """`partition` is that of the tenant's hashed topics.
+
+    `offset` is where the newest record of the request lies, None while that is not acked. `*_clock` are
+    milliseconds of the log's clock: `read_clock` when admission's read offset was first seen above
+    `offset`, `sign_clock` when the last sign of the run (of broker time `sign_at`) was seen. `reader` is
+    the client, None when nobody waits any more; `cancelled` says why the work was stopped. `failing`: a
+    Failed is on its way to the log.
+    """
+
+    request: InferenceRequest
+    partition: int
+    reader: Reader | None
+    state: StreamState
+    traceparent: str | None = None
+    offset: int | None = None
+    resends: int = 0
+    read_clock: int | None = None
+    sign_at: int = 0
+    sign_clock: int | None = None
+    cancelled: str | None = None
+    cancelled_clock: int = 0
+    failing: bool = False
+    stray_cancels: dict[Run, int] = field(default_factory=dict)
+
+    def cancellation(self, reason: str) -> Cancel:
+        """Stops all attempts so far; while no run is bound, admission has to hear of it too."""
+        return self._cancel(reason, self.state.attempt, None)
+
+    def stray_cancellation(self, run: Run, attempt: int) -> Cancel:
+        """Stops one run that is not, or no longer, the bound one."""
+        return self._cancel("stray", attempt, run)
+
+    def sealed_usage(self, finish_reason: str, ended_at: int, cached_tokens: int = 0) -> Bill:
+        """What is true by the fold. A request that never had a run costs nothing, its prompt neither."""
+        request, run = self.request, self.state.run
+        usage = Usage(
+            request_id=request.request_id,
+            attempt=self.state.attempt,
+            sealed=True,
+            tenant=request.tenant,
+            priority=request.priority,
+            model=self.state.model or request.model,
+            input_tokens=0 if run is None else len(request.prompt_token_ids),
+            cached_tokens=cached_tokens,
+            output_tokens=len(self.state.token_ids),
+            finish_reason=finish_reason,
+            accepted_at=request.accepted_at,
+            ended_at=ended_at,
+            slot=None if run is None else run.slot,
+            epoch=None if run is None else run.epoch,
+        )
+        return Bill(usage, self.partition)
+
+    def _cancel(self, reason: str, attempt: int, run: Run | None) -> Cancel:
+        record = Cancellation(
+            request_id=self.request.request_id,
+            attempt=attempt,
+            tenant=self.request.tenant,
+            reason=reason,
+            slot=None if run is None else run.slot,
+            epoch=None if run is None else run.epoch,
+        )
+        return Cancel(record, self.partition, run is None and self.state.run is None)

@@ -1,0 +1,258 @@
+"""A gateway's life: start, join, serve, drain, leave."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import socket
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import uvicorn
+from aiokafka.errors import KafkaError
+
+from gateway.app import make_app
+from gateway.config import GatewayConfig
+from gateway.outbox import Outbox
+from gateway.owned_request import OwnedRequest
+from gateway.owner import Owner
+from gateway.serving import Serving
+from gateway.token_log import TokenLog
+from schemas import topics
+from schemas.api.errors import ApiError
+from schemas.catalog import Catalog
+from schemas.codec import default_codec, encode
+from schemas.fleet import HEARTBEAT_INTERVAL_S, join, publish_schemas
+from schemas.models import load_models
+from schemas.records import Heartbeat, Left, Tokens
+from schemas.stream_state import ReplyRecord
+
+log = logging.getLogger(__name__)
+
+ROLE = "gateway"
+_LEAVE_S = 5.0
+_GRACEFUL_S = 5
+_START_RETRY_S = 0.5
+
+
+class SupersededError(RuntimeError):
+    """Another process has joined in this slot."""
+
+
+class KafkaUnavailableError(RuntimeError):
+    """Kafka did not answer, or its topics are not there."""
+
+
+class _Server(uvicorn.Server):
+    """Signals are the gateway's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Gateway:
+    """One gateway process. `port` is the one it serves on, from the beginning."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        self.serving = Serving(config)
+        self._socket = _listen(config)
+        self.port: int = self._socket.getsockname()[1]
+        self._log = TokenLog(
+            config.kafka,
+            config.slot,
+            self.serving.view,
+            self.serving.tenants,
+            lambda topic: self.serving.metrics.undecodable.labels(topic).inc(),
+        )
+        self._server = _Server(
+            uvicorn.Config(
+                make_app(self.serving),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                interface="asgi3",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=_GRACEFUL_S,
+            )
+        )
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serves until `stop`, then drains and leaves.
+
+        Raises SupersededError, KafkaUnavailableError, LogTruncatedError, CatalogError, ValueError (a
+        broken tokenizer): the process should end and be started anew.
+        """
+        http = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        try:
+            await self._run(stop, http)
+        finally:
+            self._server.should_exit = True
+            await http
+            self.serving.tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, stop: asyncio.Event, http: asyncio.Task[None]) -> None:
+        config, serving = self.config, self.serving
+        started = asyncio.create_task(self._start())
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({started, stopped, http}, return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            started.cancel()
+            await asyncio.gather(started, return_exceptions=True)
+            await self._close()
+            return
+        try:
+            nonce = started.result()
+            work = [asyncio.create_task(c) for c in self._work(nonce)]
+            try:
+                await asyncio.wait({*work, stopped, http}, return_when=asyncio.FIRST_COMPLETED)
+                for task in work:
+                    if task.done():
+                        task.result()
+                await self._drain(config.drain_s)
+            finally:
+                for task in work:
+                    task.cancel()
+                await asyncio.gather(*work, return_exceptions=True)
+            await self._leave()
+        finally:
+            stopped.cancel()
+            serving.draining = True
+            await self._close()
+
+    async def _start(self) -> bytes:
+        """Joins; returns the nonce. Raises KafkaUnavailableError, CatalogError, ValueError."""
+        config, serving = self.config, self.serving
+        catalog = Catalog.load(config.models_dir)
+        serving.models = await asyncio.to_thread(load_models, catalog, config.model_ids())
+        serving.models_loaded_at = int(time.time())
+        serving.outbox = Outbox(config.kafka, self._on_sent)
+        try:
+            async with asyncio.timeout(config.start_timeout_s):
+                await _until_there(serving.outbox.start)
+                # 1. Ends of the reply partitions before Join: answers to this life lie behind them.
+                await self._log.start()
+                # 2. Nothing of ours is written before its schema.
+                await publish_schemas(serving.outbox.requests, default_codec().schemas())
+                # 3. From this record on the slot is ours.
+                address = f"{config.http_host}:{self.port}"
+                epoch, nonce = await join(serving.outbox.requests, ROLE, config.slot, address)
+        except (TimeoutError, KafkaError) as e:
+            raise KafkaUnavailableError(
+                f"Kafka at {config.kafka} did not serve this gateway within {config.start_timeout_s:g} s: "
+                f"{e!r}. Is it running, and were the topics created?"
+            ) from e
+        serving.view.watch_as(ROLE, config.slot, epoch)
+        serving.owner = Owner(config.slot, epoch, config.shards, config.cancel_timeout_ms)
+        serving.joined = True
+        # Models and templates stay for ever: the collector need not walk them.
+        gc.collect()
+        gc.freeze()
+        log.info("joined", extra={"epoch": epoch, "port": self.port})
+        return nonce
+
+    def _work(self, nonce: bytes) -> list[Coroutine[Any, Any, None]]:
+        return [
+            self._log.follow_control(),
+            self._log.follow_heartbeats(),
+            self._log.follow_replies(self._on_tokens, self._on_record),
+            self.serving.outbox.run(),
+            self._beat(nonce),
+            self._tick(),
+        ]
+
+    def _on_tokens(self, record: Tokens, timestamp_ms: int, now: float) -> None:
+        actions = self.serving.owner.on_tokens(record, timestamp_ms, now)
+        if actions:
+            self.serving.outbox.put(actions)
+
+    def _on_record(self, record: ReplyRecord, timestamp_ms: int) -> None:
+        self.serving.outbox.put(self.serving.owner.on_record(record, timestamp_ms))
+
+    def _on_sent(self, owned: OwnedRequest, offset: int) -> None:
+        self.serving.owner.on_sent(owned, offset)
+
+    async def _beat(self, nonce: bytes) -> None:
+        config = self.config
+        heartbeat = Heartbeat(
+            ROLE, config.slot, self.serving.owner.epoch, nonce, f"{config.http_host}:{self.port}"
+        )
+        due = time.monotonic()
+        while True:
+            try:
+                await self.serving.outbox.send_heartbeat(heartbeat)
+            except (TimeoutError, KafkaError) as e:
+                log.warning("no heartbeat could be sent", extra={"error": repr(e)})
+            due = max(due + HEARTBEAT_INTERVAL_S, time.monotonic())
+            await asyncio.sleep(due - time.monotonic())
+
+    async def _tick(self) -> None:
+        serving, config = self.serving, self.config
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            newest = serving.view.epoch_of(ROLE, config.slot)
+            if newest is not None and newest > serving.owner.epoch:
+                raise SupersededError(f"slot {config.slot} was taken over: epoch {newest} has joined")
+            actions = serving.owner.tick(serving.view, time.time_ns() // 1_000_000, time.monotonic())
+            serving.outbox.put(actions)
+
+    async def _drain(self, timeout_s: float) -> None:
+        """Refuses new requests; what runs may finish, or is ended at the deadline."""
+        serving = self.serving
+        serving.draining = True
+        log.info("draining", extra={"running": len(serving.readers)})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await serving.idle()
+        error = ApiError(503, "shutting_down", "this gateway is being stopped; try again", None, 1_000)
+        serving.end_all(error, "shutting_down")
+        # Clients get their last event, and the cancels are acked.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                await serving.idle()
+                await serving.outbox.drained()
+
+    async def _leave(self) -> None:
+        record = Left(ROLE, self.config.slot, self.serving.owner.epoch, "stopped")
+        try:
+            async with asyncio.timeout(_LEAVE_S):
+                await self.serving.outbox.requests.send_and_wait(topics.EVENTS, encode(record), partition=0)
+        except (TimeoutError, KafkaError) as e:
+            log.warning("Left could not be said", extra={"error": repr(e)})
+
+    async def _close(self) -> None:
+        await self._log.stop()
+        if hasattr(self.serving, "outbox"):
+            await self.serving.outbox.stop()
+
+
+async def _until_there(start: Any) -> None:
+    """Calls `start` until Kafka answers; the caller sets the deadline."""
+    while True:
+        try:
+            await start()
+            return
+        except KafkaError as e:
+            log.info("waiting for Kafka", extra={"error": repr(e)})
+            await asyncio.sleep(_START_RETRY_S)
+
+
+def _listen(config: GatewayConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.http_host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # A client that acknowledges nothing for this long is gone; accepted sockets inherit it.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.write_timeout_s * 1000))
+    try:
+        listener.bind((config.http_host, config.http_port))
+    except OSError as e:
+        listener.close()
+        raise OSError(
+            f"cannot listen on {config.http_host}:{config.http_port} (HEADRACE_HTTP_PORT): {e.strerror}"
+        ) from e
+    return listener

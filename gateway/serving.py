@@ -1,0 +1,109 @@
+"""What the HTTP handlers share: the parts of a gateway and whether it takes requests."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from gateway.auth import TenantBook
+from gateway.config import GatewayConfig
+from gateway.metrics import Metrics
+from gateway.outbox import Outbox
+from gateway.owned_request import OwnedRequest
+from gateway.owner import Owner
+from gateway.reader import Reader
+from schemas.api.errors import ApiError
+from schemas.fleet import FleetView
+from schemas.models import LoadedModel
+from schemas.records import Completion
+
+log = logging.getLogger(__name__)
+
+
+class Serving:
+    """`outbox` and `owner` are there once the gateway has joined."""
+
+    outbox: Outbox
+    owner: Owner
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.tenants = TenantBook()
+        self.view = FleetView()
+        self.models: Mapping[str, LoadedModel] = {}
+        self.models_loaded_at = 0
+        self.joined = False
+        self.draining = False
+        self.readers: dict[bytes, Reader] = {}
+        self._one_finished = asyncio.Event()
+        # Tokenizing lets go of the GIL; two threads keep long prompts from one another.
+        self.tokenizing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+
+    def check_open(self) -> None:
+        """Raises ApiError 503 while no request can be taken."""
+        if self.draining:
+            raise ApiError(503, "draining", "this gateway is being stopped; try again", None, 1_000)
+        if not self.joined:
+            raise ApiError(503, "starting", "this gateway is still starting; try again", None, 1_000)
+
+    def not_ready(self) -> list[str]:
+        """Why a load balancer should not send requests here; empty when it should."""
+        if self.draining:
+            return ["draining"]
+        if not self.joined:
+            return ["starting: reading the control topics, loading models"]
+        found = []
+        if not self.models:
+            found.append(f"no model in {self.config.models_dir}")
+        if not self.view.may_judge:
+            found.append("its own heartbeats do not come back from Kafka")
+        found += [f"no {role} is heard" for role in ("admission", "worker") if not self.view.live(role)]
+        return found
+
+    def accepted(self, owned: OwnedRequest, reader: Reader) -> None:
+        self.readers[owned.request.request_id] = reader
+        self.metrics.running_streams.inc()
+
+    def finished(self, owned: OwnedRequest, reader: Reader, reason: str, elapsed_s: float) -> None:
+        """The handler is done with its client. What still runs is cancelled for `reason`."""
+        request = owned.request
+        self.readers.pop(request.request_id, None)
+        self._one_finished.set()
+        self.metrics.running_streams.dec()
+        end = reader.end
+        if end is None:
+            self.outbox.put(self.owner.abandon(owned, reason))
+            code = reason
+        else:
+            code = end.finish_reason if isinstance(end, Completion) else end.code
+        output_tokens = end.output_tokens if isinstance(end, Completion) else None
+        if output_tokens:
+            self.metrics.output_tokens.inc(output_tokens)
+        self.metrics.ends.labels(code).inc()
+        log.info(
+            "request ended",
+            extra={
+                "request_id": request.request_id.hex(),
+                "tenant": request.tenant,
+                "model": reader.model,
+                "priority": request.priority,
+                "end": code,
+                "output_tokens": output_tokens,
+                "ms": round(elapsed_s * 1000, 1),
+            },
+        )
+
+    async def idle(self) -> None:
+        """Returns when no client waits. The caller sets a deadline."""
+        while self.readers:
+            self._one_finished.clear()
+            await self._one_finished.wait()
+
+    def end_all(self, error: ApiError, reason: str) -> None:
+        """Ends what still runs, with an error for its client."""
+        for request_id, reader in list(self.readers.items()):
+            reader.on_end(error)
+            owned = self.owner.open.get(request_id)
+            if owned is not None:
+                self.outbox.put(self.owner.abandon(owned, reason))

@@ -1,0 +1,220 @@
+"""What a gateway reads from Kafka, by hand: no group, no committed offsets.
+
+Three consumers, for three ways of waiting: the reply partitions at once; heartbeats in batches of 100 ms,
+for there are many; events and control records, which are rare, at once.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.errors import OffsetOutOfRangeError
+
+from gateway.auth import TenantBook
+from gateway.owner import reply_partitions
+from schemas import topics
+from schemas.codec import CodecError, UnknownSchemaError, default_codec
+from schemas.fleet import CONSUMER_SETTINGS, FleetView
+from schemas.records import (
+    Admitted,
+    Attach,
+    Claim,
+    Completion,
+    Detach,
+    Dispatched,
+    Drain,
+    Failed,
+    Heartbeat,
+    Join,
+    Left,
+    Rejected,
+    Retry,
+    Tenant,
+    Tokens,
+)
+from schemas.stream_state import ReplyRecord
+
+log = logging.getLogger(__name__)
+
+_POLL_MS = 1_000
+_STOP_S = 5.0
+_SCHEMA_WAIT_S = 1.0
+_HEARTBEAT_BATCH = {"fetch_min_bytes": 1 << 20, "fetch_max_wait_ms": 100}
+_SCHEMAS = TopicPartition(topics.SCHEMAS, 0)
+_TENANTS = TopicPartition(topics.TENANTS, 0)
+_EVENTS = TopicPartition(topics.EVENTS, 0)
+_HEARTBEATS = TopicPartition(topics.HEARTBEATS, 0)
+_REPLY_RECORDS = (Admitted, Dispatched, Completion, Rejected, Retry, Failed, Claim, Attach, Detach)
+
+OnTokens = Callable[[Tokens, int, float], None]
+OnRecord = Callable[[ReplyRecord, int], None]
+
+
+class LogTruncatedError(RuntimeError):
+    """Records were deleted before they were read: the process must start anew."""
+
+
+class TokenLog:
+    """Feeds `view` and `tenants`, and the reply partitions' records to the callbacks.
+
+    `on_tokens(record, broker time ms, monotonic s)`, `on_record(record, broker time ms)`,
+    `on_undecodable(topic)`.
+    """
+
+    def __init__(
+        self,
+        bootstrap_servers: str,
+        slot: int,
+        view: FleetView,
+        tenants: TenantBook,
+        on_undecodable: Callable[[str], None],
+    ) -> None:
+        self._view = view
+        self._tenants = tenants
+        self._on_undecodable = on_undecodable
+        self._codec = default_codec()
+        self._learned = asyncio.Event()
+        self._replies = [TopicPartition(topics.TOKENS, p) for p in reply_partitions(slot)]
+        self._tokens = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers, **CONSUMER_SETTINGS)
+        self._control = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers, **CONSUMER_SETTINGS)
+        self._heartbeats = AIOKafkaConsumer(
+            bootstrap_servers=bootstrap_servers, **{**CONSUMER_SETTINGS, **_HEARTBEAT_BATCH}
+        )
+
+    async def start(self) -> None:
+        """Takes the end offsets of what is followed, and reads schemas and tenants to their end.
+
+        Call it before Join: what is answered to this life of the slot then lies behind. The caller sets a
+        deadline. Raises KafkaError.
+        """
+        for consumer in (self._tokens, self._control, self._heartbeats):
+            await consumer.start()
+        await self._follow_from_end(self._tokens, self._replies)
+        await self._follow_from_end(self._heartbeats, [_HEARTBEATS])
+        await self._read_control()
+
+    async def stop(self) -> None:
+        for consumer in (self._tokens, self._control, self._heartbeats):
+            try:
+                await asyncio.wait_for(consumer.stop(), _STOP_S)
+            except TimeoutError:
+                log.warning("a consumer did not stop in time")
+
+    async def follow_replies(self, on_tokens: OnTokens, on_record: OnRecord) -> None:
+        """Reads the reply partitions for ever. Raises LogTruncatedError."""
+        while True:
+            for messages in await self._poll(self._tokens):
+                now = time.monotonic()
+                for message in messages:
+                    record = await self._decode(message)
+                    if type(record) is Tokens:
+                        on_tokens(record, message.timestamp, now)
+                    elif isinstance(record, _REPLY_RECORDS):
+                        on_record(record, message.timestamp)
+
+    async def follow_heartbeats(self) -> None:
+        while True:
+            for messages in await self._poll(self._heartbeats):
+                for message in messages:
+                    record = await self._decode(message)
+                    if isinstance(record, Heartbeat):
+                        self._view.on_heartbeat(record, message.timestamp)
+
+    async def follow_control(self) -> None:
+        while True:
+            # Schemas first: what came with them may be of a newer writer.
+            batches = await self._poll(self._control)
+            for messages in sorted(batches, key=lambda batch: batch[0].topic != topics.SCHEMAS):
+                for message in messages:
+                    self._on_control(message)
+
+    async def _read_control(self) -> None:
+        partitions = [_SCHEMAS, _TENANTS]
+        self._control.assign([*partitions, _EVENTS])
+        ends = await self._control.end_offsets([*partitions, _EVENTS])
+        beginnings = await self._control.beginning_offsets(partitions)
+        self._control.seek(_EVENTS, ends[_EVENTS])
+        for partition in partitions:
+            self._control.seek(partition, beginnings[partition])
+        # Schemas first: a tenant's record may be of a newer writer.
+        for partition in partitions:
+            while await self._control.position(partition) < ends[partition]:
+                for messages in (await self._control.getmany(partition, timeout_ms=_POLL_MS)).values():
+                    for message in messages:
+                        self._on_control(message)
+
+    async def _follow_from_end(self, consumer: AIOKafkaConsumer, partitions: list[TopicPartition]) -> None:
+        consumer.assign(partitions)
+        for partition, offset in (await consumer.end_offsets(partitions)).items():
+            consumer.seek(partition, offset)
+
+    def _on_control(self, message: ConsumerRecord) -> None:
+        if message.topic == topics.SCHEMAS:
+            try:
+                self._codec.learn((message.value or b"").decode())
+                self._learned.set()
+            except (CodecError, UnicodeDecodeError) as e:
+                self._report(message, e)
+            return
+        if message.topic == topics.TENANTS:
+            name = (message.key or b"").decode("utf-8", "replace")
+            tenant = None if message.value is None else self._try_decode(message)
+            if isinstance(tenant, Tenant) or message.value is None:
+                self._tenants.put(name, tenant if isinstance(tenant, Tenant) else None)
+            return
+        event = self._try_decode(message)
+        if isinstance(event, Join | Drain | Left):
+            self._view.on_event(event, message.offset)
+
+    async def _poll(self, consumer: AIOKafkaConsumer) -> Iterable[list[ConsumerRecord]]:
+        try:
+            batches: dict[TopicPartition, list[ConsumerRecord]] = await consumer.getmany(timeout_ms=_POLL_MS)
+        except OffsetOutOfRangeError as e:
+            raise LogTruncatedError(f"what was to be read is no longer there: {e}") from e
+        return batches.values()
+
+    async def _decode(self, message: ConsumerRecord) -> object:
+        """As `_try_decode`, but a schema that may be on its way gets a second to arrive."""
+        try:
+            return self._codec.decode(message.value or b"")
+        except UnknownSchemaError:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SCHEMA_WAIT_S):
+                    while not self._known(message):
+                        self._learned.clear()
+                        await self._learned.wait()
+        except CodecError:
+            pass  # reported below, with the same error
+        return self._try_decode(message)
+
+    def _try_decode(self, message: ConsumerRecord) -> object:
+        """The record, or None for one that cannot be read: counted and logged, and the next one is served."""
+        try:
+            return self._codec.decode(message.value or b"")
+        except CodecError as e:
+            self._report(message, e)
+            return None
+
+    def _known(self, message: ConsumerRecord) -> bool:
+        try:
+            self._codec.decode(message.value or b"")
+        except UnknownSchemaError:
+            return False
+        except CodecError:
+            pass
+        return True
+
+    def _report(self, message: ConsumerRecord, error: Exception) -> None:
+        self._on_undecodable(message.topic)
+        log.error(
+            "a record cannot be decoded",
+            extra={
+                "topic": message.topic,
+                "partition": message.partition,
+                "offset": message.offset,
+                "error": str(error),
+            },
+        )
