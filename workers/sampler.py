@@ -21,6 +21,8 @@ _CHUNK = 512
 # Top-p looks at this many of the largest first, then at eight times as many: a full sort of 262,144 logits
 # takes 20 ms, and a nucleus is rarely larger.
 _NUCLEUS_CANDIDATES = 256
+# Below it sampling is greedy: fp32 could not divide by it.
+_LOWEST_TEMPERATURE = 1e-5
 
 
 def _mix(value: int) -> int:
@@ -45,8 +47,8 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     """One token id for each row.
 
     logits: fp32 [num_rows, vocab_size]; -inf excludes a token. positions: output tokens so far, by row.
-    Temperature 0 is greedy (the lowest id among equals), top_k 0 or above the vocabulary is off, top_p 1 is
-    off; top-p applies to what top-k left.
+    Temperature 0 (or below 1e-5) is greedy: the lowest id among equals. top_k 0 or above the vocabulary is
+    off, top_p 1 is off; top-p applies to what top-k left.
 
     Raises RuntimeError when a row has NaN or +inf, or nothing but -inf: the model's output is broken.
     """
@@ -61,7 +63,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
         raise RuntimeError(f"logits are not finite in rows {rows}: the model's output is broken")
     tokens: list[int] = greedy.tolist()
     for row, (row_params, position) in enumerate(zip(params, positions, strict=True)):
-        if row_params.temperature > 0:
+        if row_params.temperature >= _LOWEST_TEMPERATURE:
             # One row at a time: a vectorized exp may round differently where threads split a larger
             # tensor, and then rows would depend on their mates.
             scaled = (logits[row] - maxima[row]) / row_params.temperature
