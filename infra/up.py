@@ -23,7 +23,7 @@ from infra.local.child import ChildError
 from infra.local.java import JavaError
 from infra.local.kafka_jars import KafkaJarsError
 from infra.local.model import MODEL_ID, ModelError, ensure_model
-from infra.local.paths import DEFAULT_DATA_DIR
+from infra.local.paths import DEFAULT_DATA_DIR, DEFAULT_MODELS_DIR
 from infra.local.ports import PortTakenError
 from infra.local.services import StackConfig
 from infra.local.stack import Stack, StackError
@@ -66,6 +66,7 @@ class Options:
     sql_port: int
     kafka_port: int
     data_dir: Path
+    models_dir: Path
 
 
 class Interrupted(Exception):
@@ -89,6 +90,7 @@ def main(
     sql_port: Annotated[int, typer.Option(help="Of the billing database; 0 takes a free one.")] = 8123,
     kafka_port: Annotated[int, typer.Option(help="Of the broker; 0 takes a free one.")] = 9092,
     data_dir: Annotated[Path, typer.Option(help="Where data and logs lie.")] = DEFAULT_DATA_DIR,
+    models_dir: Annotated[Path, typer.Option(help="Where the model catalogue lies.")] = DEFAULT_MODELS_DIR,
 ) -> None:
     """Start Kafka, admission, ledger, a worker and a gateway; show a stream, batch records and the bill."""
     if runner not in ("torch", "simulated"):
@@ -105,6 +107,7 @@ def main(
         sql_port,
         kafka_port,
         data_dir.resolve(),
+        models_dir.resolve(),
     )
     console = Console(highlight=False)
     try:
@@ -135,13 +138,12 @@ async def _up(options: Options, console: Console) -> None:
         console.print(f"[dim]{time.monotonic() - started:6.1f} s[/]  {message}")
 
     model_id = SIMULATED_MODEL if options.simulated else MODEL_ID
-    models_dir = options.data_dir.parent / "models"
     if not options.simulated:
-        await _unless(interrupted, asyncio.to_thread(ensure_model, models_dir, report))
+        await _unless(interrupted, asyncio.to_thread(ensure_model, options.models_dir, report))
     stack = Stack(
         StackConfig(
             data_dir=options.data_dir,
-            models_dir=models_dir,
+            models_dir=options.models_dir,
             models=(model_id,),
             runner="simulated" if options.simulated else "torch",
             deterministic=options.deterministic,

@@ -8,7 +8,10 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` (0 to 1) of `values` do not exceed. Raises ValueError on none."""
+    """The smallest value that at least `share` (0 to 1) of `values` do not exceed.
+
+    Raises ValueError when there are none.
+    """
     if not values:
         raise ValueError("no values were measured")
     ordered = sorted(values)

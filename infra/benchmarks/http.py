@@ -10,7 +10,7 @@ from infra.benchmarks.bench_stack import BenchStack, bench_stack
 from infra.benchmarks.figures import cpu_seconds, percentile
 from infra.benchmarks.sse_client import StreamTimes, stream
 from infra.local.model import MODEL_ID, ensure_model
-from infra.local.paths import PROJECT_ROOT
+from infra.local.paths import DEFAULT_MODELS_DIR
 from schemas.catalog import SIMULATED_MODEL
 
 _CONCURRENCY = (1, 8, 32)
@@ -27,14 +27,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 async def run(options: argparse.Namespace, report: Callable[[str], None]) -> dict[str, Any]:
     simulated = options.runner == "simulated"
-    models_dir = PROJECT_ROOT / ".headrace" / "models"
     if not simulated:
-        await asyncio.to_thread(ensure_model, models_dir, report)
+        await asyncio.to_thread(ensure_model, DEFAULT_MODELS_DIR, report)
     model = SIMULATED_MODEL if simulated else MODEL_ID
     figures: dict[str, Any] = {}
     async with bench_stack(
         report,
-        models_dir=models_dir,
+        models_dir=DEFAULT_MODELS_DIR,
         models=(model,),
         runner=options.runner,
         step_ms=options.step_ms if simulated else None,

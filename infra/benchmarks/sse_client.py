@@ -92,7 +92,8 @@ async def stream(url: str, api_key: str, body: dict[str, object]) -> StreamTimes
     ).encode() + content
     loop = asyncio.get_running_loop()
     done = loop.create_future()
-    transport, protocol = await loop.create_connection(lambda: _Stream(request, done), at.hostname, at.port)
+    host, port = at.hostname or "127.0.0.1", at.port or 80
+    transport, protocol = await loop.create_connection(lambda: _Stream(request, done), host, port)
     try:
         async with asyncio.timeout(TIMEOUT_S):
             await done

@@ -5,6 +5,7 @@ from pathlib import Path
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_DATA_DIR = PROJECT_ROOT / ".headrace" / "data"
+DEFAULT_MODELS_DIR = PROJECT_ROOT / ".headrace" / "models"
 
 
 def cache_dir(env: Mapping[str, str]) -> Path:
