@@ -65,14 +65,11 @@ headrace_make_environment() {
         }
         if headrace_is_complete; then return; fi
     fi
-    if [ -n "${HEADRACE_PYTHON:-}" ] || ! headrace_fits .venv/bin/python; then headrace_find_python; fi
-
-    # A marker left by an interrupted run: packages may be half there, so begin anew (downloads are cached).
+    # The marker is left by an interrupted run: packages may be half there, so begin anew (downloads are cached).
     if [ -e .venv/unfinished ] || ! headrace_fits .venv/bin/python || ! headrace_is_wanted_python; then
-        rm -rf .venv
-    fi
-    if [ ! -d .venv ]; then
+        headrace_find_python
         headrace_check_disk
+        rm -rf .venv
         headrace_say "making .venv with $("$headrace_python" --version)"
         mkdir .venv && : >.venv/unfinished && "$headrace_python" -m venv .venv ||
             headrace_fail "could not make .venv with $headrace_python (no space left? try: df -h .)"
@@ -89,11 +86,11 @@ headrace_make_environment() {
     # Installed, not synchronized: packages of the model and of the Java runtime are added on demand.
     headrace_uv --require-hashes --requirement infra/requirements.lock ||
         headrace_fail "installing packages failed (see above); run the command again: what is complete is kept"
+    rm .venv/unfinished
     headrace_uv --quiet --no-deps --no-build-isolation --editable . ||
         headrace_fail "installing the project itself failed (see above)"
 
-    headrace_state .venv/bin/python >.venv/state.partial && mv .venv/state.partial .venv/state &&
-        rm .venv/unfinished || headrace_fail "cannot write to .venv (no space left? try: df -h .)"
+    headrace_state .venv/bin/python >.venv/state.partial && mv .venv/state.partial .venv/state || headrace_fail "cannot write to .venv (no space left? try: df -h .)"
     headrace_say "environment ready"
 }
 
