@@ -1,0 +1,83 @@
+"""Everything a worker is told, and nothing it finds out by itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from schemas.catalog import SIMULATED_MODEL, Catalog, CatalogError
+from schemas.config import CommonConfig, from_env, setting
+from workers.scheduler import SchedulerConfig
+
+RUNNERS = ("torch", "simulated")
+
+# Told to every service of a stack, of no use here.
+_OTHERS_VARIABLES = ("HEADRACE_MODELS",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(CommonConfig):
+    model: str = setting("", doc="Catalogue id of the model to serve; empty: the only one there is.")
+    runner: str = setting("torch", doc="torch, or simulated: tokens without a model.")
+    deterministic: bool = setting(False, doc="Equal output whatever the batch; slower.")
+    step_ms: float = setting(0.0, doc="Time of a simulated step in ms; 0 is as fast as it goes.")
+    threads: int | None = setting(None, doc="Threads of torch; empty: as many as there are cores.")
+    kv_memory_mib: int = setting(512, doc="Memory of the KV pool in MiB; a hard ceiling.")
+    max_model_len: int | None = setting(None, doc="Tokens of one sequence; empty: the model's context.")
+    max_num_seqs: int = setting(64, doc="Sequences in the running batch.")
+    max_num_batched_tokens: int = setting(
+        512, doc="Tokens of one step. A running stream waits for as long as these take to compute."
+    )
+    max_prefill_chunk: int = setting(512, doc="Prompt tokens of one sequence in one step.")
+    max_num_waiting: int = setting(1024, doc="Requests that may wait in the engine; more are refused.")
+    outbox_records: int = setting(
+        256, doc="Token records of one reply partition that may be unacked; then its sequences stand still."
+    )
+    start_s: float = setting(60.0, doc="Seconds to reach Kafka in, at the start.")
+    drain_s: float = setting(8.0, doc="Seconds that running requests have to end in after SIGTERM.")
+    send_s: float = setting(300.0, doc="Seconds a record may stay unacked before the worker gives up.")
+
+    def errors(self) -> list[str]:
+        found = super().errors()
+        if self.slot >= self.worker_slots:
+            found.append(f"HEADRACE_SLOT is {self.slot}, but HEADRACE_WORKER_SLOTS is {self.worker_slots}")
+        if self.runner not in RUNNERS:
+            found.append(f"HEADRACE_RUNNER must be {' or '.join(RUNNERS)}, got {self.runner!r}")
+        for name in ("kv_memory_mib", "outbox_records", "start_s", "drain_s", "send_s"):
+            if getattr(self, name) <= 0:
+                found.append(f"HEADRACE_{name.upper()} must be positive, got {getattr(self, name)}")
+        if self.step_ms < 0:
+            found.append(f"HEADRACE_STEP_MS must not be negative, got {self.step_ms}")
+        if self.threads is not None and self.threads < 1:
+            found.append(f"HEADRACE_THREADS must be at least 1, got {self.threads}")
+        try:
+            self.scheduler_config(self.max_model_len or 1)
+        except ValueError as error:
+            found.append(str(error))
+        return found
+
+    def scheduler_config(self, model_context: int) -> SchedulerConfig:
+        """The engine's limits for a model with a context of `model_context` tokens."""
+        return SchedulerConfig(
+            max_model_len=model_context
+            if self.max_model_len is None
+            else min(self.max_model_len, model_context),
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_prefill_chunk=self.max_prefill_chunk,
+            max_num_waiting=self.max_num_waiting,
+        )
+
+    def model_id(self, catalog: Catalog) -> str:
+        """The model to serve. Raises CatalogError when it must be named, or is not there."""
+        if self.model:
+            return catalog.get(self.model).id
+        if self.runner == "simulated":
+            return SIMULATED_MODEL
+        there = catalog.on_disk()
+        if len(there) != 1:
+            raise CatalogError(f"{catalog.models_dir} holds {len(there)} models: name one in HEADRACE_MODEL")
+        return there[0]
+
+
+def load_config(environ: Mapping[str, str]) -> WorkerConfig:
+    """Raises schemas.config.ConfigError with every error found."""
+    return from_env(WorkerConfig, environ, also_known=_OTHERS_VARIABLES)

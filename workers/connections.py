@@ -1,0 +1,129 @@
+"""A worker's Kafka clients: three producers that must not wait for one another, and a consumer."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.errors import KafkaError
+
+from schemas import topics
+from schemas.fleet import CONSUMER_SETTINGS, HEARTBEAT_PRODUCER_SETTINGS, PRODUCER_SETTINGS
+from schemas.topics import Layout
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.2
+_CLOSE_S = 2.0
+_USED = (
+    topics.PREFILL,
+    topics.TOKENS,
+    topics.CANCELLATIONS,
+    topics.USAGE,
+    topics.HEARTBEATS,
+    topics.EVENTS,
+    topics.SCHEMAS,
+    topics.dlq(topics.PREFILL),
+)
+
+
+class KafkaUnavailableError(RuntimeError):
+    """Kafka, or the topics on it, are not as the settings say; the message says what to do."""
+
+
+class _Client(Protocol):
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
+C = TypeVar("C", bound=_Client)
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """`usage` also carries what is rare: schemas, fleet events, dead letters."""
+
+    tokens: AIOKafkaProducer
+    usage: AIOKafkaProducer
+    heartbeats: AIOKafkaProducer
+    consumer: AIOKafkaConsumer
+
+
+@contextlib.asynccontextmanager
+async def connect(bootstrap_servers: str, layout: Layout, timeout: float) -> AsyncIterator[Connections]:
+    """Open clients that know all topics already, so that no first record waits for that.
+
+    Raises KafkaUnavailableError after `timeout` seconds, or when a topic is missing or of another size.
+    """
+    clients: list[_Client] = []
+
+    async def start(make: Callable[[], C]) -> C:
+        client = await start_client(make, bootstrap_servers)
+        clients.append(client)
+        return client
+
+    try:
+        try:
+            async with asyncio.timeout(timeout):
+                settings = {"bootstrap_servers": bootstrap_servers}
+                connections = Connections(
+                    tokens=await start(lambda: AIOKafkaProducer(**settings, **PRODUCER_SETTINGS)),
+                    usage=await start(lambda: AIOKafkaProducer(**settings, **PRODUCER_SETTINGS)),
+                    heartbeats=await start(
+                        lambda: AIOKafkaProducer(**settings, **HEARTBEAT_PRODUCER_SETTINGS)
+                    ),
+                    consumer=await start(lambda: AIOKafkaConsumer(**settings, **CONSUMER_SETTINGS)),
+                )
+                await _check_topics(connections, layout)
+        except TimeoutError:
+            raise KafkaUnavailableError(
+                f"no answer from Kafka at {bootstrap_servers} within {timeout:g} s: is it running?"
+            ) from None
+        yield connections
+    finally:
+        for client in reversed(clients):
+            with contextlib.suppress(KafkaError, TimeoutError):
+                # A stop flushes, and with the broker away that never ends.
+                await asyncio.wait_for(client.stop(), _CLOSE_S)
+
+
+async def start_client(make: Callable[[], C], bootstrap_servers: str) -> C:
+    """A started client; tries for ever while nobody answers, so the caller sets a deadline."""
+    said = False
+    while True:
+        client = make()
+        try:
+            await client.start()
+            return client
+        except KafkaError as error:
+            await client.stop()
+            if not said:
+                log.info("waiting for Kafka", extra={"bootstrap": bootstrap_servers, "error": repr(error)})
+                said = True
+        except BaseException:
+            await client.stop()
+            raise
+        await asyncio.sleep(_RETRY_S)
+
+
+async def _check_topics(connections: Connections, layout: Layout) -> None:
+    wanted = {spec.name: spec.partitions for spec in topics.topic_specs(layout)}
+    errors = []
+    for topic in _USED:
+        try:
+            found = len(await connections.tokens.partitions_for(topic))
+        except KafkaError:
+            found = 0
+        if found != wanted[topic]:
+            errors.append(f"{topic} has {found} partitions, by the settings it should have {wanted[topic]}")
+    if errors:
+        raise KafkaUnavailableError("; ".join(errors) + ": create the topics, or correct the layout")
+    for producer, used in (
+        (connections.usage, (topics.USAGE, topics.EVENTS, topics.SCHEMAS)),
+        (connections.heartbeats, (topics.HEARTBEATS,)),
+    ):
+        for topic in used:
+            await producer.partitions_for(topic)

@@ -1,0 +1,181 @@
+"""Between mailbox, engine and outbox: what happens to a request in one run. All in the event loop."""
+
+import logging
+import time
+from collections.abc import Callable
+
+from aiokafka import ConsumerRecord
+
+from schemas.codec import CodecError
+from schemas.headers import ReplyTo
+from schemas.priority import PriorityClass
+from schemas.records import Cancellation, Dispatch, TokenChunk, WorkerStatus
+from workers.engine import EngineThread, StepResult
+from workers.live_requests import End, LiveRequest, LiveRequests
+from workers.metrics import WorkerMetrics
+from workers.outbox import Outbox
+from workers.runners import LoadedEngine
+
+log = logging.getLogger(__name__)
+
+SIGN_OF_LIFE_S = 1.0
+
+
+class Serving:
+    """A `workers.mailbox.Receiver`, and the taker of the engine thread's results."""
+
+    def __init__(
+        self,
+        loaded: LoadedEngine,
+        live: LiveRequests,
+        thread: EngineThread,
+        outbox: Outbox,
+        metrics: WorkerMetrics,
+        on_dead_letter: Callable[[ConsumerRecord, str], None],
+    ) -> None:
+        self.draining = False
+        self._loaded = loaded
+        self._live = live
+        self._thread = thread
+        self._outbox = outbox
+        self._metrics = metrics
+        self._on_dead_letter = on_dead_letter
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs, and all that was said is acked."""
+        return not len(self._live) and self._outbox.is_empty
+
+    def on_dispatch(self, dispatch: Dispatch, traceparent: str | None) -> None:
+        now = time.monotonic()
+        taken = self._live.on_dispatch(dispatch, now, traceparent)
+        if taken is None:
+            log.info(
+                "dispatch ignored: another run's, a double, or overtaken",
+                extra={"request_id": dispatch.request.request_id, "attempt": dispatch.request.attempt},
+            )
+            return
+        live, end = taken
+        if end is None:
+            self._thread.add(live.request)
+            return
+        # A lower attempt that runs is not wanted any more either.
+        self._thread.abort(live.request.request_id, live.request.attempt)
+        self._end(live, end, now)
+
+    def on_read(self, priority: PriorityClass, next_offset: int) -> None:
+        self._thread.note_read(priority, next_offset)
+
+    def on_cancellation(self, cancellation: Cancellation) -> None:
+        if self._live.on_cancellation(cancellation, time.monotonic()):
+            self._thread.abort(cancellation.request_id, cancellation.attempt)
+            log.info(
+                "cancelled",
+                extra={"request_id": cancellation.request_id, "reason": cancellation.reason},
+            )
+
+    def on_undecodable(self, record: ConsumerRecord, to: ReplyTo | None, error: CodecError) -> None:
+        message = f"the dispatch cannot be decoded: {error}"
+        log.error(message, extra={"offset": record.offset, "request_id": to.request_id if to else None})
+        self._on_dead_letter(record, message)
+        if to is not None:
+            self._outbox.refuse(to, message)
+
+    def on_results(self) -> None:
+        """Sends what the engine has produced: one record a reply partition, however many steps piled up."""
+        results = self._thread.take_results()
+        now = time.monotonic()
+        by_partition: dict[int, dict[bytes, TokenChunk]] = {}
+        ends: list[tuple[LiveRequest, End]] = []
+        for result in results:
+            self._note_admitted(result)
+            for output in result.outputs:
+                live = self._live.of(output.request)
+                if live is None:  # superseded: its owner waits for a higher attempt
+                    continue
+                if output.token_ids:
+                    self._add_tokens(by_partition, live, output.token_ids, output.finish_reason, now)
+                    self._metrics.on_tokens(live, len(output.token_ids), result.ended)
+                if output.finish_reason is not None:
+                    ends.append((live, End(output.finish_reason, output.error)))
+                    self._live.on_end(live, now)
+        for partition, chunks in by_partition.items():
+            self._outbox.send_tokens(partition, list(chunks.values()))
+        for live, end in ends:
+            self._send_end(live, end, now)
+
+    def send_signs_of_life(self) -> None:
+        """Names every live request that has shown nothing for a second."""
+        now = time.monotonic()
+        silent = [live for live in self._live if now - live.last_sign >= SIGN_OF_LIFE_S]
+        for live in silent:
+            live.last_sign = now
+        self._outbox.send_signs_of_life(silent)
+
+    def status(self) -> WorkerStatus:
+        stats, loaded = self._thread.stats, self._loaded
+        return WorkerStatus(
+            model=loaded.spec.id,
+            max_model_len=loaded.max_model_len,
+            draining=self.draining,
+            num_blocks=stats.num_blocks,
+            free_blocks=stats.free_blocks,
+            block_size=loaded.engine.pool.block_size,
+            max_num_seqs=loaded.engine.scheduler.config.max_num_seqs,
+            num_running=stats.num_running,
+            num_waiting=list(stats.num_waiting),
+            queued_prefill_tokens=stats.queued_prefill_tokens,
+            mailbox_offsets=list(stats.read_offsets),
+            step_age_ms=int(self._thread.step_age(time.monotonic()) * 1000),
+            step_time_ms=stats.step_time_ms,
+            prefill_tokens_per_s=stats.prefill_tokens_per_s,
+            decode_tokens_per_s=stats.decode_tokens_per_s,
+        )
+
+    def _note_admitted(self, result: StepResult) -> None:
+        for request in result.batch.admitted:
+            live = self._live.of(request)
+            if live is not None:
+                self._metrics.on_admitted(live, result.began)
+
+    def _add_tokens(
+        self,
+        by_partition: dict[int, dict[bytes, TokenChunk]],
+        live: LiveRequest,
+        token_ids: list[int],
+        finish_reason: str | None,
+        now: float,
+    ) -> None:
+        request = live.request
+        chunks = by_partition.setdefault(request.reply_partition, {})
+        chunk = chunks.get(request.request_id)
+        if chunk is None or chunk.attempt != request.attempt:
+            chunk = TokenChunk(request.request_id, request.attempt, live.num_output_tokens, [])
+            chunks[request.request_id] = chunk
+        chunk.token_ids += token_ids
+        chunk.finish_reason = finish_reason
+        live.num_output_tokens += len(token_ids)
+        live.last_sign = now
+
+    def _end(self, live: LiveRequest, end: End, now: float) -> None:
+        self._live.on_end(live, now)
+        self._send_end(live, end, now)
+
+    def _send_end(self, live: LiveRequest, end: End, now: float) -> None:
+        self._outbox.end(live, end)
+        self._metrics.on_end(live, end.reason, now)
+        request = live.request
+        log.info(
+            "ended",
+            extra={
+                "request_id": request.request_id,
+                "attempt": request.attempt,
+                "finish_reason": str(end.reason),
+                "output_tokens": live.num_output_tokens,
+                **({"error": end.message} if end.message else {}),
+            },
+        )

@@ -1,0 +1,235 @@
+"""One run of a worker, from loading the model over Join to the last record."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from aiokafka import ConsumerRecord
+from aiokafka.errors import KafkaError
+from prometheus_client import CollectorRegistry
+
+from schemas import topics
+from schemas.codec import default_codec, encode
+from schemas.fleet import join, publish_schemas
+from schemas.headers import REASON
+from schemas.priority import PriorityClass
+from schemas.records import Drain, Heartbeat
+from workers.config import WorkerConfig
+from workers.connections import Connections, connect
+from workers.engine import EngineThread
+from workers.heartbeat import HeartbeatLoop
+from workers.http import HttpServer, make_app
+from workers.live_requests import LiveRequests
+from workers.mailbox import Mailbox
+from workers.metrics import WorkerMetrics
+from workers.outbox import Outbox
+from workers.runners import LoadedEngine, load_engine
+from workers.serving import Serving
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ROLE = "worker"
+_TICK_S = 0.5
+_DRAIN_NOTICE_S = 0.2  # admission reads fleet events in batches of up to 100 ms
+_DRAIN_POLL_S = 0.01
+_RARE_SEND_S = 5.0
+_ENGINE_STOP_S = 1.0
+
+
+class Worker:
+    """`on_joined` is told the epoch once Join is acked. `stop` is set to have the worker drain and return."""
+
+    def __init__(self, config: WorkerConfig, on_joined: Callable[[int], None], stop: asyncio.Event) -> None:
+        self._config = config
+        self._on_joined = on_joined
+        self._stop = stop
+        self._not_ready = "loading the model"
+        self._registry = CollectorRegistry()
+        self._loop = asyncio.get_running_loop()
+        self._fatal: asyncio.Future[None] = self._loop.create_future()
+        self._dead_letters: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serves until `stop` is set. Raises an ExceptionGroup with whatever else ended it."""
+        config = self._config
+        app = make_app(lambda: self._not_ready, self._registry)
+        http = HttpServer(app, config.http_host, config.http_port)
+        log.info("listening", extra={"address": http.address})
+        async with asyncio.TaskGroup() as group:
+            group.create_task(http.run_until_stopped())
+            fatal = group.create_task(self._raise_fatal())
+            loaded = await self._unless_stopped(_in_daemon_thread(load_engine, config))
+            if loaded is not None:
+                self._not_ready = "connecting to Kafka"
+                async with connect(config.kafka, config.layout(), config.start_s) as connections:
+                    await self._join_and_serve(loaded, connections, http.address)
+            http.should_exit = True
+            fatal.cancel()
+
+    async def _join_and_serve(self, loaded: LoadedEngine, connections: Connections, address: str) -> None:
+        config, model = self._config, loaded.spec.id
+        mailbox = Mailbox(connections.consumer, config.slot, config.shards)
+        async with asyncio.timeout(config.start_s):
+            # 1. Our schemas lie in the log before any record of ours.
+            await publish_schemas(connections.usage, default_codec().schemas())
+            # 2. Places in the mailboxes, 3. Join: whatever is dispatched to this epoch lies behind them.
+            offsets = await mailbox.open()
+            epoch, nonce = await join(connections.usage, ROLE, config.slot, address, model)
+        self._on_joined(epoch)
+        log.info(
+            "joined", extra={"epoch": epoch, "model": model, "num_blocks": loaded.engine.pool.num_blocks}
+        )
+
+        live = LiveRequests(config.slot, epoch, model, loaded.vocab_size)
+        thread = EngineThread(
+            loaded.engine,
+            on_results=lambda: self._call_soon(serving.on_results),
+            on_fatal=lambda error: self._call_soon(self._fail, error),
+        )
+        outbox = Outbox(
+            config.slot,
+            epoch,
+            model,
+            config.shards,
+            connections.tokens,
+            connections.usage,
+            max_records=config.outbox_records,
+            on_blocked=thread.set_blocked,
+            on_fatal=self._fail,
+        )
+        metrics = WorkerMetrics(model, lambda: thread.stats)
+        self._registry.register(metrics)
+        serving = Serving(
+            loaded,
+            live,
+            thread,
+            outbox,
+            metrics,
+            on_dead_letter=lambda record, reason: self._send_dead_letter(connections, record, reason),
+        )
+
+        def look() -> Heartbeat:
+            return Heartbeat(ROLE, config.slot, epoch, nonce, address, serving.status())
+
+        for priority, offset in zip(PriorityClass, offsets, strict=True):
+            thread.note_read(priority, offset)
+        thread.start()
+        try:
+            async with asyncio.TaskGroup() as group:
+                background = [
+                    group.create_task(mailbox.run(epoch, serving)),
+                    group.create_task(HeartbeatLoop(connections.heartbeats, look).run()),
+                    group.create_task(self._tick(serving, outbox)),
+                ]
+                self._not_ready = ""
+                await self._stop.wait()
+                await self._drain(serving, mailbox, connections, epoch)
+                for task in background:
+                    task.cancel()
+        finally:
+            await outbox.close()
+            if not thread.stop(_ENGINE_STOP_S):
+                log.warning("the engine is still in a step; leaving it behind")
+
+    async def _drain(self, serving: Serving, mailbox: Mailbox, connections: Connections, epoch: int) -> None:
+        """Ends what runs, up to the deadline. What is cut off is seen by its owner in `Left`, and retried."""
+        config = self._config
+        serving.draining = True
+        self._not_ready = "draining"
+        log.info("draining", extra={"epoch": epoch, "requests": serving.num_live})
+        deadline = time.monotonic() + config.drain_s
+        # 1. All are told. With the broker away nobody can dispatch either.
+        try:
+            async with asyncio.timeout(_RARE_SEND_S):
+                drain = encode(Drain(ROLE, config.slot, epoch))
+                await connections.usage.send_and_wait(topics.EVENTS, drain, partition=0)
+        except (KafkaError, TimeoutError) as error:
+            log.warning("Drain was not delivered", extra={"error": repr(error)})
+        # 2. What was dispatched before admission heard of it is still taken.
+        await asyncio.sleep(_DRAIN_NOTICE_S)
+        mailbox.close_door()
+        # 3. The rest ends, and its last record is acked.
+        while not serving.is_idle and time.monotonic() < deadline:  # noqa: ASYNC110  # four parts would set it
+            await asyncio.sleep(_DRAIN_POLL_S)
+        if not serving.is_idle:
+            log.warning("drained only in part", extra={"epoch": epoch, "requests": serving.num_live})
+
+    async def _tick(self, serving: Serving, outbox: Outbox) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            serving.send_signs_of_life()
+            age = outbox.age(time.monotonic())
+            if age > self._config.send_s:
+                raise TimeoutError(
+                    f"a record was not acked for {age:.0f} s: Kafka is away, or the client hangs"
+                )
+
+    def _send_dead_letter(self, connections: Connections, record: ConsumerRecord, reason: str) -> None:
+        async def send() -> None:
+            headers = [*record.headers, (REASON, reason.encode())]
+            try:
+                async with asyncio.timeout(self._config.send_s):
+                    await connections.usage.send_and_wait(
+                        topics.dlq(record.topic), record.value, record.key, record.partition, headers=headers
+                    )
+            except (KafkaError, TimeoutError) as error:
+                self._fail(error)
+
+        task = asyncio.create_task(send())
+        self._dead_letters.add(task)
+        task.add_done_callback(self._dead_letters.discard)
+
+    async def _raise_fatal(self) -> None:
+        await self._fatal
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._fatal.done():
+            self._fatal.set_exception(error)
+
+    def _call_soon(self, callback: Callable[..., object], *args: object) -> None:
+        """From the engine thread; a loop that is closed already has nobody left to tell."""
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            log.debug("the loop is closed")
+
+    async def _unless_stopped(self, coroutine: Coroutine[Any, Any, T]) -> T | None:
+        """Its result, or None when `stop` is set first."""
+        task, stopped = asyncio.ensure_future(coroutine), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            stopped.cancel()
+
+
+async def _in_daemon_thread(function: Callable[[WorkerConfig], T], config: WorkerConfig) -> T:
+    """`function(config)`, in a thread that does not hold up the process's end as an executor's would."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if result.done():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(value)  # type: ignore[arg-type]  # None only if T allows it
+
+    def call() -> None:
+        value: T | None = None
+        error: BaseException | None = None
+        try:
+            value = function(config)
+        except BaseException as caught:
+            error = caught
+        loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=call, name="load", daemon=True).start()
+    return await result
