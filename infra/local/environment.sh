@@ -90,7 +90,8 @@ headrace_make_environment() {
     headrace_uv --quiet --no-deps --no-build-isolation --editable . ||
         headrace_fail "installing the project itself failed (see above)"
 
-    headrace_state .venv/bin/python >.venv/state.partial && mv .venv/state.partial .venv/state || headrace_fail "cannot write to .venv (no space left? try: df -h .)"
+    headrace_state .venv/bin/python >.venv/state.partial && mv .venv/state.partial .venv/state ||
+        headrace_fail "cannot write to .venv (no space left? try: df -h .)"
     headrace_say "environment ready"
 }
 

@@ -8,20 +8,23 @@ from pathlib import Path
 from schemas.topics import Layout
 
 PREFIX = "HEADRACE_"
+_GATEWAY_DRAIN_S = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackConfig:
     """What a local stack is made of.
 
-    Ports: 0 has a free one chosen; `gateway_port` is that of slot 0. `settings` adds environment variables
-    to one service: {"worker": {"HEADRACE_NUM_BLOCKS": "64"}}. `step_ms` is for the simulated runner.
+    `models` are catalogue ids: the gateway offers all of them (empty: all in `models_dir`), the workers
+    serve the first. `step_ms` is a step of the simulated runner. Ports: 0 has a free one chosen, and
+    `gateway_port` is that of slot 0. `settings` adds environment variables to one service:
+    {"worker": {"HEADRACE_KV_MEMORY_MIB": "64"}}. `start_timeout` (s) is for each process.
     """
 
     data_dir: Path
     models_dir: Path
     models: tuple[str, ...] = ()
-    runner: str = "gemma"
+    runner: str = "torch"
     deterministic: bool = False
     step_ms: float | None = None
     layout: Layout = field(default_factory=Layout)
@@ -122,14 +125,22 @@ def _worker_settings(config: StackConfig, instance: Instance) -> dict[str, str]:
         "HEADRACE_RUNNER": config.runner,
         "HEADRACE_DETERMINISTIC": "true" if config.deterministic else "false",
     }
+    if config.models:
+        settings["HEADRACE_MODEL"] = config.models[0]
     if config.step_ms is not None:
         settings["HEADRACE_STEP_MS"] = f"{config.step_ms:g}"
     return settings
 
 
+def _gateway_settings(config: StackConfig, instance: Instance) -> dict[str, str]:
+    # Ctrl-C is no rollout: whoever stops a local stack does not wait half a minute for an open stream.
+    return {"HEADRACE_DRAIN_S": str(_GATEWAY_DRAIN_S)}
+
+
 SERVICES: Mapping[str, Service] = {
     "admission": Service((sys.executable, "-m", "streams", "admission"), 0, lambda c: c.admissions),
     "ledger": Service((sys.executable, "-m", "streams", "ledger"), 0, lambda c: 1, _ledger_settings),
-    "worker": Service((sys.executable, "-m", "workers"), 1, lambda c: c.workers, _worker_settings),
-    "gateway": Service((sys.executable, "-m", "gateway"), 2, lambda c: c.gateways),
+    # A worker drains for 8 s, then tells of its end; what is not out by then is billed by nobody.
+    "worker": Service((sys.executable, "-m", "workers"), 1, lambda c: c.workers, _worker_settings, 30.0),
+    "gateway": Service((sys.executable, "-m", "gateway"), 2, lambda c: c.gateways, _gateway_settings),
 }

@@ -73,7 +73,7 @@ async def environment_of(stack: Stack, name: str) -> dict[str, str]:
 
 async def test_a_stack_from_start_to_stop(make_stack: Callable[..., Stack], tmp_path: Path) -> None:
     stack = make_stack(
-        workers=2, runner="simulated", step_ms=5.75, settings={"worker": {"HEADRACE_NUM_BLOCKS": "64"}}
+        workers=2, runner="simulated", step_ms=5.75, settings={"worker": {"HEADRACE_KV_MEMORY_MIB": "64"}}
     )
     async with stack:
         names = ["broker", "admission-0", "ledger-0", "worker-0", "worker-1", "gateway-0"]
@@ -90,10 +90,10 @@ async def test_a_stack_from_start_to_stop(make_stack: Callable[..., Stack], tmp_
         assert worker["HEADRACE_SLOT"] == "1"
         assert worker["HEADRACE_RUNNER"] == "simulated"
         assert worker["HEADRACE_STEP_MS"] == "5.75"
-        assert worker["HEADRACE_NUM_BLOCKS"] == "64"
+        assert worker["HEADRACE_KV_MEMORY_MIB"] == "64"
         assert "HEADRACE_UNKNOWN" not in worker
         gateway = await environment_of(stack, "gateway-0")
-        assert "HEADRACE_NUM_BLOCKS" not in gateway
+        assert "HEADRACE_KV_MEMORY_MIB" not in gateway
         ledger = await environment_of(stack, "ledger-0")
         assert stack.sql_url == f"http://127.0.0.1:{ledger['HEADRACE_SQL_PORT']}"
 
