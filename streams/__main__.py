@@ -1,0 +1,24 @@
+"""`python -m streams admission|ledger`: one of the two stream services. See `--help` of each."""
+
+import sys
+
+_USAGE = "usage: python -m streams admission|ledger [--validate]"
+
+
+def main(argv: list[str]) -> int:
+    name, rest = (argv[0] if argv else ""), argv[1:]
+    # Imported here: neither service must load the other's libraries.
+    if name == "admission":
+        from streams.admission.app import main as admission
+
+        return admission(rest)
+    if name == "ledger":
+        from streams.ledger.app import main as ledger
+
+        return ledger(rest)
+    print(_USAGE, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,55 @@
+"""What admission decides. The process around it carries the actions out and reports back."""
+
+from dataclasses import dataclass
+
+from schemas.headers import Headers, ReplyTo
+from schemas.records import Admitted, Dispatch, Dispatched, InferenceRequest, Rejected
+from streams.admission.refusal import Refusal
+from streams.admission.router import InFlight, Worker
+
+
+@dataclass(slots=True)
+class Reply:
+    """Tell the owner, in its reply partition."""
+
+    to: ReplyTo
+    record: Admitted | Dispatched | Rejected
+    traceparent: str | None = None
+
+
+@dataclass(slots=True)
+class Assign:
+    """Put `dispatch` into the worker's mailbox, then call `Admission.on_dispatched` or `on_dispatch_failed`.
+
+    The worker and its in-flight entry are the router's; `queued_ms` is how long the request waited.
+    """
+
+    dispatch: Dispatch
+    worker: Worker
+    in_flight: InFlight
+    queued_ms: int
+    traceparent: str | None = None
+
+
+@dataclass(slots=True)
+class DeadLetter:
+    """Keep a record of inference.requests that cannot be served; `headers` hold the reason."""
+
+    partition: int
+    key: bytes | None
+    value: bytes
+    headers: Headers
+
+
+Action = Reply | Assign | DeadLetter
+
+
+def reply_to(request: InferenceRequest) -> ReplyTo:
+    return ReplyTo(request.request_id, request.attempt, request.reply_partition)
+
+
+def reject(to: ReplyTo, refusal: Refusal, traceparent: str | None = None) -> Reply:
+    record = Rejected(
+        to.request_id, to.attempt, refusal.status, refusal.code, refusal.message, refusal.retry_after_ms
+    )
+    return Reply(to, record, traceparent)

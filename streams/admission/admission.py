@@ -1,0 +1,308 @@
+"""Admission's decisions: limits, queues, routing. Pure: time is an argument, what to do is the result.
+
+A request is validated, passes its tenant's limits, and waits in the queue of its model and class until
+the router finds a worker with room; mostly that is at once. Every event that may make room (a heartbeat,
+a usage row, a worker that joins) runs the queues again.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from schemas.fleet import FleetEvent, FleetView
+from schemas.records import (
+    Admitted,
+    Cancellation,
+    Dispatch,
+    Dispatched,
+    Heartbeat,
+    InferenceRequest,
+    PartitionStatus,
+    QueuedTokens,
+    Tenant,
+    Usage,
+)
+from schemas.topics import NUM_CLASSES
+from streams.admission.actions import Action, Assign, Reply, reject, reply_to
+from streams.admission.backlog import Backlog
+from streams.admission.decisions import DecisionLog
+from streams.admission.fair_queue import QueuedRequest
+from streams.admission.limits import Limits
+from streams.admission.memory import Phase, RequestMemory
+from streams.admission.model_queue import ModelQueue
+from streams.admission.prediction import OutputPredictor
+from streams.admission.refusal import Refusal
+from streams.admission.router import Router, Worker
+from streams.admission.takeover import Takeover
+from streams.admission.tenants import Tenants
+from streams.admission.validation import invalid_field
+from streams.admission.waiting import WaitingPolicy, expired, no_worker, over_bounds, wait_until
+
+# Finish reasons of answers that came to their own end, so that their length says something.
+COMPLETE = frozenset({"stop", "length"})
+RETRY_LATER_MS = 1_000
+MAX_RETRY_AFTER_MS = 60_000
+
+
+class Admission:
+    """One process's state. Every method that returns actions expects them carried out in order."""
+
+    def __init__(self, policy: WaitingPolicy, decisions: DecisionLog) -> None:
+        self.policy = policy
+        self.decisions = decisions
+        self.fleet = FleetView()
+        self.takeover = Takeover()
+        self.limits = Limits()
+        self.tenants = Tenants(self.limits)
+        self.router = Router()
+        self.predictor = OutputPredictor()
+        self._backlog = Backlog(self.router)
+        self._memory = RequestMemory()
+
+    # Records
+
+    def on_request(
+        self, request: InferenceRequest, partition: int, offset: int, traceparent: str | None, now: int
+    ) -> list[Action]:
+        """A request that `takeover` accepted."""
+        if invalid := invalid_field(request, partition):
+            return [self._refuse(request, Refusal(400, "invalid_request", invalid), traceparent)]
+        known = self._memory.get(request.request_id)
+        if known is not None and request.attempt <= known.attempt:
+            # The owner sent it again. What was dispatched it shall hear again, what waits it will hear.
+            if request.attempt < known.attempt or known.phase is not Phase.DISPATCHED:
+                return []
+            return [self._dispatched(request, known.slot, known.epoch, traceparent)]
+        if known is not None and known.queued is not None:
+            self._backlog.cancel(known.queued)
+            self._memory.forget(request.request_id)
+        end_at = request.accepted_at + request.end_ms
+        refusal = (
+            self.tenants.refusal(request.tenant, request.priority)
+            or self._late(request, now)
+            or self._too_long(request)
+            or self.limits.reserve(
+                request.request_id,
+                request.attempt,
+                request.tenant,
+                request.priority,
+                len(request.prompt_token_ids) + request.sampling.max_tokens,
+                end_at,
+                now,
+            )
+        )
+        if refusal is not None:
+            return [self._refuse(request, refusal, traceparent)]
+        expected = self._expected_output(request)
+        item = QueuedRequest(
+            request=request,
+            partition=partition,
+            offset=offset,
+            tokens=len(request.prompt_token_ids) + len(request.output_token_ids) + expected,
+            expected_output_tokens=expected,
+            queued_at=now,
+            end_at=wait_until(request),
+            traceparent=traceparent,
+        )
+        queue = self._backlog.append(item, self.tenants.weight(request.tenant))
+        self._memory.queued(item)
+        actions = self._run(request.model, now)
+        if item.waits:
+            actions.append(self._wait(queue, item, now))
+        return actions
+
+    def on_cancel(self, cancellation: Cancellation, now: int) -> list[Action]:
+        """Ends a request that waits. One that was dispatched is its worker's to cancel."""
+        known = self._memory.get(cancellation.request_id)
+        if known is None or known.queued is None or cancellation.slot is not None:
+            return []
+        if known.attempt > cancellation.attempt:
+            return []
+        return [self._evict(known.queued, Refusal(499, "cancelled", cancellation.reason), now)]
+
+    def on_usage(self, usage: Usage, now: int) -> list[Action]:
+        """Settles the request's reservation; its place at the worker is free."""
+        used = usage.input_tokens + usage.output_tokens
+        self.limits.settle(usage.request_id, usage.tenant, usage.priority, used, usage.ended_at, now)
+        if usage.finish_reason in COMPLETE:
+            self.predictor.observe(usage.tenant, usage.model, usage.output_tokens)
+        if usage.slot is None or usage.epoch is None:
+            return []
+        if not self._memory.ended(usage.request_id, usage.attempt, usage.slot, usage.epoch):
+            return []
+        self.router.ended(usage.slot, usage.epoch, used)
+        return self._run(usage.model, now)
+
+    def on_tenant(self, name: str, tenant: Tenant | None, now: int) -> None:
+        self.tenants.put(name, tenant, now)
+
+    def on_heartbeat(self, heartbeat: Heartbeat, timestamp_ms: int) -> None:
+        """`fleet_changed` follows, once a batch."""
+        self.fleet.on_heartbeat(heartbeat, timestamp_ms)
+
+    def on_event(self, event: FleetEvent, offset: int) -> None:
+        """`fleet_changed` follows, once a batch."""
+        self.fleet.on_event(event, offset)
+
+    def on_other_admission(self, statuses: Iterable[PartitionStatus], now: int) -> list[int]:
+        """Another process says what it holds; returns the partitions that this one lost by it."""
+        lost = [s.partition for s in statuses if self.takeover.heard(s.partition, s.takeover_offset)]
+        self._drop_partitions(lost, now)
+        return lost
+
+    def fleet_changed(self, now: int) -> list[Action]:
+        """Takes the fleet's newest figures and runs all queues."""
+        self.router.update(self.fleet.live("worker"))
+        return self._run_all(now)
+
+    def on_assigned(self, end_offsets: Mapping[int, int], now: int) -> None:
+        """The partitions that this process now holds, with their end offsets.
+
+        What waits from partitions that went is dropped without a word: their new holder announces its
+        takeover and the owners send again.
+        """
+        self._drop_partitions(self.takeover.assign(end_offsets), now)
+
+    def on_dispatched(self, assign: Assign, offset: int) -> list[Action]:
+        """The Dispatch was acked at `offset` of its mailbox partition."""
+        self.router.acked(assign.worker, assign.in_flight, offset)
+        request = assign.dispatch.request
+        self._memory.dispatched(request.request_id, request.attempt)
+        return [self._dispatched(request, assign.dispatch.slot, assign.dispatch.epoch, assign.traceparent)]
+
+    def on_dispatch_failed(self, assign: Assign, reason: str, now: int) -> list[Action]:
+        """The Dispatch was not acked. If it lies there after all, its run is a stray: owners cancel it."""
+        request = assign.dispatch.request
+        assign.worker.remove(assign.in_flight)
+        self._memory.forget(request.request_id, request.attempt)
+        if request.attempt == 1:
+            self.limits.release(request.request_id, now)
+        refusal = Refusal(503, "dispatch_failed", f"the dispatch failed: {reason}", RETRY_LATER_MS)
+        return [self._refuse(request, refusal, assign.traceparent), *self._run_all(now)]
+
+    def tick(self, now: int) -> list[Action]:
+        """What time alone brings: waits that end, reservations that expire. Call about every 100 ms."""
+        self.limits.expire(now)
+        self._memory.expire(now)
+        actions: list[Action] = [
+            self._evict(item, expired(self._retry_after_ms(item.request.model)), now)
+            for item in self._backlog.expired(now)
+        ]
+        wait_ms = self.policy.no_worker_wait_ms
+        overdue = self._backlog.without_worker(now, wait_ms)
+        return actions + [self._evict(item, self._no_worker(item.request), now) for item in overdue]
+
+    # Figures
+
+    def partition_statuses(self) -> list[PartitionStatus]:
+        """For the heartbeat: what each partition held has read and queued."""
+        return [
+            PartitionStatus(
+                partition,
+                *self.takeover.offsets(partition),
+                [
+                    QueuedTokens(model, partition % NUM_CLASSES, tokens)
+                    for model, tokens in self._backlog.tokens_by_model(partition).items()
+                ],
+            )
+            for partition in self.takeover.partitions()
+        ]
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that live, draining ones included."""
+        return self.router.num_workers
+
+    def num_queued(self, priority: int) -> int:
+        """Requests that wait in a class, over all models."""
+        return self._backlog.num_requests(priority)
+
+    # Inside
+
+    def _run_all(self, now: int) -> list[Action]:
+        return [action for model in self._backlog.models() for action in self._run(model, now)]
+
+    def _run(self, model: str, now: int) -> list[Action]:
+        return [
+            self._evict(item, self._no_worker(item.request), now)
+            if worker is None
+            else self._assign(item, worker, now)
+            for item, worker in self._backlog.take(model)
+        ]
+
+    def _assign(self, item: QueuedRequest, worker: Worker, now: int) -> Assign:
+        request = item.request
+        entry = self.router.dispatch(worker, request, item.expected_output_tokens)
+        self._memory.assigned(item, worker.slot, worker.epoch, now)
+        dispatch = Dispatch(worker.slot, worker.epoch, item.expected_output_tokens, request)
+        waited = max(0, now - item.queued_at)
+        self.decisions.dispatched(item, worker, waited)
+        return Assign(dispatch, worker, entry, waited, item.traceparent)
+
+    def _dispatched(self, request: InferenceRequest, slot: int, epoch: int, traceparent: str | None) -> Reply:
+        record = Dispatched(
+            request.request_id, request.attempt, request.owner_epoch, slot, epoch, request.model
+        )
+        return Reply(reply_to(request), record, traceparent)
+
+    def _wait(self, queue: ModelQueue, item: QueuedRequest, now: int) -> Action:
+        """Lets the request wait, unless too much waits already."""
+        request = item.request
+        fair = queue.classes[request.priority]
+        allowance = self.tenants.max_enqueued_tokens(request.tenant, request.priority)
+        retry_after_ms = self._retry_after_ms(request.model)
+        refusal = over_bounds(self.policy, fair, item, allowance, retry_after_ms)
+        if refusal is not None and request.attempt == 1:
+            return self._evict(item, refusal, now)
+        self._backlog.watch(item)
+        record = Admitted(
+            request.request_id, request.attempt, request.owner_epoch, item.partition, item.offset
+        )
+        return Reply(reply_to(request), record, item.traceparent)
+
+    def _evict(self, item: QueuedRequest, refusal: Refusal, now: int) -> Reply:
+        """Takes a waiting request out of its queue and refuses it."""
+        request = item.request
+        self._backlog.cancel(item)
+        self._memory.forget(request.request_id, request.attempt)
+        if request.attempt == 1:
+            self.limits.release(request.request_id, now)
+        return self._refuse(request, refusal, item.traceparent)
+
+    def _refuse(self, request: InferenceRequest, refusal: Refusal, traceparent: str | None) -> Reply:
+        self.decisions.refused(request, refusal)
+        return reject(reply_to(request), refusal, traceparent)
+
+    def _late(self, request: InferenceRequest, now: int) -> Refusal | None:
+        return expired(RETRY_LATER_MS) if wait_until(request) <= now else None
+
+    def _too_long(self, request: InferenceRequest) -> Refusal | None:
+        workers = self.router.workers(request.model)
+        if not workers or any(worker.fits(request) for worker in workers):
+            return None
+        tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+        longest = max(worker.max_tokens for worker in workers)
+        message = f"prompt and max_tokens are {tokens} tokens; model {request.model!r} has room for {longest}"
+        return Refusal(400, "context_length_exceeded", message)
+
+    def _no_worker(self, request: InferenceRequest) -> Refusal:
+        return no_worker(request.model, self.policy.no_worker_wait_ms)
+
+    def _expected_output(self, request: InferenceRequest) -> int:
+        max_tokens, there = request.sampling.max_tokens, len(request.output_token_ids)
+        return max(1, self.predictor.expect(request.tenant, request.model, max_tokens) - there)
+
+    def _retry_after_ms(self, model: str) -> int:
+        """When what waits now may be done, by the workers' own rates."""
+        tokens = self._backlog.num_tokens(model)
+        rate = sum(
+            worker.status.prefill_tokens_per_s + worker.status.decode_tokens_per_s
+            for worker in self.router.workers(model)
+        )
+        wait = int(tokens * 1_000 / rate) if rate > 0 else RETRY_LATER_MS
+        return max(RETRY_LATER_MS, min(MAX_RETRY_AFTER_MS, wait))
+
+    def _drop_partitions(self, partitions: Iterable[int], now: int) -> None:
+        for item in self._backlog.of_partitions(set(partitions)):
+            self._backlog.cancel(item)
+            self._memory.forget(item.request.request_id, item.request.attempt)
+            if item.request.attempt == 1:
+                self.limits.release(item.request.request_id, now)

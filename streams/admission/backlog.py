@@ -1,0 +1,114 @@
+"""All that waits, over all models: whose turn it is, and who has waited too long."""
+
+import heapq
+from collections.abc import Iterator, Set
+
+from streams.admission.fair_queue import QueuedRequest
+from streams.admission.model_queue import ModelQueue
+from streams.admission.router import Blocked, Router, Worker
+
+# How far past retries that no worker may take (excluded slots) a queue is searched.
+MAX_SKIPPED_RETRIES = 8
+
+
+class Backlog:
+    """Queues by model, made as requests name them and dropped when nobody serves or wants the model."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._queues: dict[str, ModelQueue] = {}
+        self._deadlines: list[tuple[int, int, QueuedRequest]] = []
+        self._count = 0
+
+    def append(self, item: QueuedRequest, weight: float) -> ModelQueue:
+        """Lets it wait; returns the queue it waits in."""
+        queue = self._queues.get(item.request.model)
+        if queue is None:
+            queue = self._queues[item.request.model] = ModelQueue()
+        queue.append(item, weight)
+        return queue
+
+    def cancel(self, item: QueuedRequest) -> None:
+        """Takes out what waits. Raises KeyError or ValueError if it does not."""
+        self._queues[item.request.model].cancel(item)
+
+    def models(self) -> list[str]:
+        """Those that something waits for."""
+        return [model for model, queue in self._queues.items() if queue.waiting]
+
+    # NOTE: nothing of a lower class goes to a worker while a higher one of the model waits for room.
+    def take(self, model: str) -> Iterator[tuple[QueuedRequest, Worker | None]]:
+        """What can be decided now: takes out what a worker has room for, in order.
+
+        The caller counts each at its worker before it asks for the next. With None for a worker the request
+        stays, as none of those that serve the model could ever run it, and the caller cancels it.
+        """
+        queue = self._queues.get(model)
+        if queue is None or not queue.waiting:
+            return
+        for fair in queue.classes:
+            skipped = 0
+            while fair.num_requests and (item := fair.first(skipped)) is not None:
+                worker = self._router.choose(item.request, item.expected_output_tokens)
+                if not isinstance(worker, Blocked):
+                    queue.take(item)
+                    yield item, worker
+                elif worker is Blocked.NO_ROOM or not self._router.workers(model):
+                    return
+                elif item.request.attempt == 1:
+                    yield item, None
+                elif skipped == MAX_SKIPPED_RETRIES:
+                    return
+                else:
+                    skipped += 1
+
+    def watch(self, item: QueuedRequest) -> None:
+        """Has `expired` give it when its end comes."""
+        self._count += 1
+        heapq.heappush(self._deadlines, (item.end_at, self._count, item))
+        if len(self._deadlines) > 2 * sum(len(queue.waiting) for queue in self._queues.values()) + 1024:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].waits]
+            heapq.heapify(self._deadlines)
+
+    def expired(self, now: int) -> Iterator[QueuedRequest]:
+        """What has reached its end and still waits. The caller cancels each."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            item = heapq.heappop(self._deadlines)[2]
+            if item.waits:
+                yield item
+
+    def without_worker(self, now: int, wait_ms: int) -> list[QueuedRequest]:
+        """What has waited for `wait_ms` while no worker served its model. Call it often."""
+        found: list[QueuedRequest] = []
+        for model, queue in list(self._queues.items()):
+            if self._router.workers(model):
+                queue.no_worker_since = None
+            elif queue.waiting:
+                if queue.no_worker_since is None:
+                    queue.no_worker_since = now
+                found += queue.overdue(now, wait_ms)
+            else:
+                # Model names come from requests: those that nobody serves must not pile up.
+                del self._queues[model]
+        return found
+
+    def of_partitions(self, partitions: Set[int]) -> list[QueuedRequest]:
+        """What came from these partitions of inference.requests."""
+        return [
+            item
+            for queue in self._queues.values()
+            for item in queue.waiting.values()
+            if item.partition in partitions
+        ]
+
+    def tokens_by_model(self, partition: int) -> dict[str, int]:
+        """Tokens that wait from a partition of inference.requests."""
+        return {m: tokens for m, queue in self._queues.items() if (tokens := queue.tokens_of(partition))}
+
+    def num_tokens(self, model: str) -> int:
+        queue = self._queues.get(model)
+        return 0 if queue is None else sum(fair.num_tokens for fair in queue.classes)
+
+    def num_requests(self, priority: int) -> int:
+        """Requests that wait in a class."""
+        return sum(queue.classes[priority].num_requests for queue in self._queues.values())

@@ -1,0 +1,30 @@
+"""Admission's settings."""
+
+from dataclasses import dataclass
+
+from schemas.config import CommonConfig, setting
+from streams.admission.waiting import WaitingPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionConfig(CommonConfig):
+    max_queued_requests: int = setting(10_000, doc="Requests that may wait, per model and class.")
+    max_queued_tokens: int = setting(20_000_000, doc="Tokens that may wait, per model and class.")
+    no_worker_wait_ms: int = setting(10_000, doc="How long a request waits for a worker of its model (ms).")
+    decision_log: bool = setting(True, doc="Whether decisions go to fleet.decisions.")
+    session_timeout_ms: int = setting(6_000, doc="The consumer group's session timeout (ms).")
+    ack_deadline_s: float = setting(60.0, doc="A send that is not acked for so long ends the process (s).")
+    stop_timeout_s: float = setting(10.0, doc="For finishing what is decided, at a stop (s).")
+
+    def errors(self) -> list[str]:
+        found = super().errors()
+        for name in ("max_queued_requests", "max_queued_tokens", "no_worker_wait_ms", "session_timeout_ms"):
+            if getattr(self, name) < 1:
+                found.append(f"HEADRACE_{name.upper()} must be at least 1, not {getattr(self, name)}")
+        for name in ("ack_deadline_s", "stop_timeout_s"):
+            if not getattr(self, name) > 0:
+                found.append(f"HEADRACE_{name.upper()} must be above 0, not {getattr(self, name)}")
+        return found
+
+    def policy(self) -> WaitingPolicy:
+        return WaitingPolicy(self.max_queued_requests, self.max_queued_tokens, self.no_worker_wait_ms)

@@ -1,0 +1,180 @@
+"""Carries out actions: a Dispatch is acked before the owner hears Dispatched."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
+
+from schemas import topics
+from schemas.codec import encode
+from schemas.headers import Headers, reply_headers
+from schemas.records import Rejected
+from streams.admission.actions import Action, Assign, DeadLetter, Reply, reply_to
+from streams.admission.admission import Admission
+from streams.admission.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+# `send` blocks while the broker is away and its buffer is full; what waits longer is given up.
+SEND_TIMEOUT_S = 20.0
+
+
+class Producer(Protocol):
+    """The part of AIOKafkaProducer that is needed."""
+
+    async def send(
+        self,
+        topic: str,
+        value: bytes | None = None,
+        key: bytes | None = None,
+        partition: int | None = None,
+        timestamp_ms: int | None = None,
+        headers: Headers | None = None,
+    ) -> "asyncio.Future[Any]": ...
+
+
+class Dispatcher:
+    """`put` never waits; `run` sends in order. `clock` gives ms of the epoch."""
+
+    def __init__(
+        self, producer: Producer, admission: Admission, metrics: Metrics, clock: Callable[[], int]
+    ) -> None:
+        self._producer = producer
+        self._admission = admission
+        self._metrics = metrics
+        self._clock = clock
+        self._actions: deque[Action] = deque()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._sending = False
+        self._unacked: dict[asyncio.Future[Any], float] = {}
+
+    def put(self, actions: Iterable[Action]) -> None:
+        self._actions.extend(actions)
+        if self._actions:
+            self._idle.clear()
+            self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._sending = True
+            while self._actions:
+                await self._carry_out(self._actions.popleft())
+            self._sending = False
+            self._note_idle()
+
+    async def drain(self) -> None:
+        """Returns when all that was put is acked. The caller sets a deadline."""
+        await self._idle.wait()
+
+    def oldest_unacked_s(self) -> float:
+        """Age of the oldest send that the broker has not acked."""
+        first = next(iter(self._unacked.values()), None)
+        return 0.0 if first is None else time.monotonic() - first
+
+    async def _carry_out(self, action: Action) -> None:
+        match action:
+            case Assign():
+                await self._assign(action)
+            case Reply():
+                await self._reply(action)
+            case DeadLetter():
+                await self._bury(action)
+
+    async def _assign(self, assign: Assign) -> None:
+        dispatch = assign.dispatch
+        mailbox = topics.partition(dispatch.slot, dispatch.request.priority)
+        to = reply_to(dispatch.request)
+        began = time.perf_counter()
+        try:
+            value = encode(dispatch)
+            future = await self._send(topics.PREFILL, value, mailbox, reply_headers(to, assign.traceparent))
+        except Exception as error:
+            self._failed(assign, error)
+            return
+        self._metrics.dispatches[dispatch.request.priority].inc()
+        self._metrics.queue_seconds.observe(assign.queued_ms / 1000)
+        future.add_done_callback(partial(self._acked, assign, began))
+
+    async def _reply(self, reply: Reply) -> None:
+        record, to = reply.record, reply.to
+        if isinstance(record, Rejected):
+            self._metrics.rejected(record.status, record.code)
+        try:
+            headers = reply_headers(to, reply.traceparent)
+            future = await self._send(topics.TOKENS, encode(record), to.reply_partition, headers)
+        except Exception as error:
+            self._lost(reply, error)
+            return
+        future.add_done_callback(partial(self._replied, reply))
+
+    async def _bury(self, letter: DeadLetter) -> None:
+        topic = topics.dlq(topics.REQUESTS)
+        try:
+            future = await self._send(topic, letter.value, letter.partition, letter.headers, letter.key)
+        except Exception as error:
+            log.error("a record of partition %d could not go to %s: %r", letter.partition, topic, error)
+            return
+        future.add_done_callback(self._buried)
+
+    async def _send(
+        self, topic: str, value: bytes, partition: int, headers: Headers, key: bytes | None = None
+    ) -> "asyncio.Future[Any]":
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            future = await self._producer.send(topic, value, key, partition, headers=headers)
+        self._unacked[future] = time.monotonic()
+        future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, future: "asyncio.Future[Any]") -> None:
+        self._unacked.pop(future, None)
+        # Callbacks of the same future that put more run after this one: look when they have.
+        asyncio.get_running_loop().call_soon(self._note_idle)
+
+    def _note_idle(self) -> None:
+        if not (self._actions or self._sending or self._unacked):
+            self._idle.set()
+
+    def _acked(self, assign: Assign, began: float, future: "asyncio.Future[Any]") -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            self._failed(assign, error)
+            return
+        self._metrics.ack_seconds.observe(time.perf_counter() - began)
+        self.put(self._admission.on_dispatched(assign, future.result().offset))
+
+    def _failed(self, assign: Assign, error: BaseException) -> None:
+        reason = type(error).__name__
+        log.error(
+            "dispatch failed: %r",
+            error,
+            extra={"request_id": assign.dispatch.request.request_id, "worker_slot": assign.dispatch.slot},
+        )
+        self.put(self._admission.on_dispatch_failed(assign, reason, self._clock()))
+
+    def _replied(self, reply: Reply, future: "asyncio.Future[Any]") -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._lost(reply, error)
+
+    @staticmethod
+    def _buried(future: "asyncio.Future[Any]") -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            log.error("a record could not go to the dead letters: %r", error)
+
+    @staticmethod
+    def _lost(reply: Reply, error: BaseException) -> None:
+        # The owner sends again when it hears nothing: nothing is lost for good.
+        log.error(
+            "no answer could be sent to partition %d: %r",
+            reply.to.reply_partition,
+            error,
+            extra={"request_id": reply.to.request_id},
+        )

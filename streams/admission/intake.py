@@ -1,0 +1,107 @@
+"""From a raw record of inference.requests to decisions. What cannot be served is kept and refused."""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from schemas.codec import CodecError, UnknownSchemaError, decode
+from schemas.headers import REASON, Headers, reply_to, traceparent
+from schemas.records import Cancellation, InferenceRequest, Restate
+from streams.admission.actions import Action, DeadLetter, reject
+from streams.admission.admission import Admission
+from streams.admission.metrics import Metrics
+from streams.admission.refusal import Refusal
+
+log = logging.getLogger(__name__)
+
+
+class Intake:
+    """`catch_up` reads control.schemas to its end: asked when a writer's schema is not known yet."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        metrics: Metrics,
+        clock: Callable[[], int],
+        catch_up: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._admission = admission
+        self._metrics = metrics
+        self._clock = clock
+        self._catch_up = catch_up
+
+    async def on_record(
+        self,
+        partition: int,
+        offset: int,
+        key: bytes | None,
+        value: bytes | None,
+        raw_headers: Iterable[tuple[str, bytes | None]] | None,
+    ) -> list[Action]:
+        """What to do about one record. Never raises: an error here would lose the record."""
+        began = time.perf_counter()
+        if not self._admission.takeover.accept(partition, offset):
+            self._metrics.read_skipped.inc()
+            return []
+        headers = [(name, content or b"") for name, content in raw_headers or ()]
+        try:
+            record = await self._decode(value or b"")
+            actions = self._decide(record, partition, offset, headers)
+        except Exception as error:
+            if not isinstance(error, CodecError):
+                log.exception("record %d/%d could not be served", partition, offset)
+            actions = self._give_up(partition, offset, key, value or b"", headers, error)
+        self._metrics.decision_seconds.observe(time.perf_counter() - began)
+        return actions
+
+    async def _decode(self, value: bytes) -> Any:
+        try:
+            return decode(value)
+        except UnknownSchemaError:
+            # Writers publish a schema before they use it, so it is there by now if it ever will be.
+            await self._catch_up()
+            return decode(value)
+
+    def _decide(self, record: Any, partition: int, offset: int, headers: Headers) -> list[Action]:
+        now = self._clock()
+        match record:
+            case InferenceRequest():
+                self._metrics.read_requests.inc()
+                trace = traceparent(headers)
+                return self._admission.on_request(record, partition, offset, trace, now)
+            case Cancellation():
+                self._metrics.read_cancellations.inc()
+                return self._admission.on_cancel(record, now)
+            case Restate():
+                return []
+            case _:
+                raise CodecError(f"{type(record).__name__} does not belong on inference.requests")
+
+    def _give_up(
+        self,
+        partition: int,
+        offset: int,
+        key: bytes | None,
+        value: bytes,
+        headers: Headers,
+        error: Exception,
+    ) -> list[Action]:
+        self._metrics.read_bad.inc()
+        bad = isinstance(error, CodecError)
+        reason = str(error) if bad else f"internal error: {type(error).__name__}"
+        to = reply_to(headers)
+        log.warning(
+            "record %d/%d goes to the dead letters: %s",
+            partition,
+            offset,
+            reason,
+            extra={"request_id": to.request_id if to else None},
+        )
+        actions: list[Action] = [DeadLetter(partition, key, value, [*headers, (REASON, reason.encode())])]
+        if to is not None:
+            refusal = (
+                Refusal(400, "undecodable_record", reason) if bad else Refusal(500, "internal_error", reason)
+            )
+            actions.append(reject(to, refusal))
+        return actions

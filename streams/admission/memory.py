@@ -1,0 +1,81 @@
+"""What became of each request, so that one sent again is neither run twice nor left without an answer."""
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from streams.admission.fair_queue import QueuedRequest
+
+# Owners send again within seconds.
+REMEMBER_MS = 60_000
+
+
+class Phase(Enum):
+    QUEUED = auto()
+    ASSIGNED = auto()  # a worker is chosen, the Dispatch not acked yet
+    DISPATCHED = auto()
+
+
+@dataclass(slots=True)
+class Known:
+    """The newest attempt of a request. The run is (slot, epoch), -1 while it is queued."""
+
+    attempt: int
+    phase: Phase
+    queued: QueuedRequest | None
+    slot: int = -1
+    epoch: int = -1
+    ended: bool = False
+    forget_at: int = 0
+
+
+class RequestMemory:
+    """Holds what is queued, and what was dispatched for a minute after."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Known] = {}
+        self._expiry: deque[tuple[int, bytes]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, request_id: bytes) -> Known | None:
+        return self._known.get(request_id)
+
+    def queued(self, item: QueuedRequest) -> None:
+        """The attempt waits; it replaces an earlier one."""
+        self._known[item.request.request_id] = Known(item.request.attempt, Phase.QUEUED, item)
+
+    def assigned(self, item: QueuedRequest, slot: int, epoch: int, now: int) -> None:
+        """A worker is chosen for what was queued."""
+        known = self._known[item.request.request_id]
+        known.phase, known.queued = Phase.ASSIGNED, None
+        known.slot, known.epoch, known.forget_at = slot, epoch, now + REMEMBER_MS
+        self._expiry.append((known.forget_at, item.request.request_id))
+
+    def dispatched(self, request_id: bytes, attempt: int) -> None:
+        """The Dispatch was acked."""
+        known = self._known.get(request_id)
+        if known is not None and known.attempt == attempt:
+            known.phase = Phase.DISPATCHED
+
+    def ended(self, request_id: bytes, attempt: int, slot: int, epoch: int) -> bool:
+        """A usage row names this run: True the first time, if it is the one that was chosen here."""
+        known = self._known.get(request_id)
+        if known is None or known.ended or (known.attempt, known.slot, known.epoch) != (attempt, slot, epoch):
+            return False
+        known.ended = True
+        return True
+
+    def forget(self, request_id: bytes, attempt: int | None = None) -> None:
+        """Forgets the request, or only if `attempt` is its newest."""
+        known = self._known.get(request_id)
+        if known is not None and attempt in (None, known.attempt):
+            del self._known[request_id]
+
+    def expire(self, now: int) -> None:
+        while self._expiry and self._expiry[0][0] <= now:
+            forget_at, request_id = self._expiry.popleft()
+            known = self._known.get(request_id)
+            if known is not None and known.queued is None and known.forget_at == forget_at:
+                del self._known[request_id]

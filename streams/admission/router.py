@@ -1,0 +1,215 @@
+"""Picks the worker for a request, late: only one that has room now.
+
+Heartbeats are up to 100 ms old, so the router counts what it has dispatched since: a worker says up to
+which mailbox offset its figures go, and what lies above is added to them. What usage rows say has ended
+since the last heartbeat is taken off.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from schemas.fleet import Member
+from schemas.priority import PriorityClass
+from schemas.records import Heartbeat, InferenceRequest, WorkerStatus
+
+# Queued prompt tokens that weigh as much as a full KV pool or a full batch: a few steps of prefill.
+PREFILL_SCALE = 2048
+
+
+class Blocked(Enum):
+    """Why no worker takes a request now."""
+
+    NO_WORKER = auto()  # none serves the model, or all that do are excluded
+    NO_ROOM = auto()
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """A dispatch that the worker's heartbeat does not count yet. `offset` is None until the ack."""
+
+    priority: int
+    blocks: int
+    prefill_tokens: int
+    offset: int | None = None
+
+
+def _empty_mailboxes() -> tuple[deque[InFlight], ...]:
+    return tuple(deque() for _ in PriorityClass)
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One run as the router sees it."""
+
+    slot: int
+    epoch: int
+    heartbeat: Heartbeat
+    status: WorkerStatus
+    draining: bool
+    in_flight: tuple[deque[InFlight], ...] = field(
+        default_factory=lambda: tuple(deque() for _ in PriorityClass)
+    )
+    in_flight_seqs: int = 0
+    in_flight_blocks: int = 0
+    in_flight_prefill: int = 0
+    ended_seqs: int = 0
+    ended_blocks: int = 0
+
+    @property
+    def takes_requests(self) -> bool:
+        return not (self.draining or self.status.draining or self.status.canary == "failed")
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that run, wait or are on their way there."""
+        status = self.status
+        seqs = status.num_running + sum(status.num_waiting) + self.in_flight_seqs - self.ended_seqs
+        return max(0, seqs)
+
+    @property
+    def free_blocks(self) -> int:
+        """KV blocks that neither a sequence, nor a prompt that waits there, nor a dispatch has claim to."""
+        status = self.status
+        waiting = -(-status.queued_prefill_tokens // status.block_size)
+        free = status.free_blocks - waiting - self.in_flight_blocks + self.ended_blocks
+        return min(status.num_blocks, free)
+
+    @property
+    def load(self) -> float:
+        """The routing score, lower is better: KV in use, batch in use, prompt tokens ahead."""
+        status = self.status
+        prefill = status.queued_prefill_tokens + self.in_flight_prefill
+        return (
+            1.0
+            - self.free_blocks / max(1, status.num_blocks)
+            + self.num_seqs / max(1, status.max_num_seqs)
+            + prefill / PREFILL_SCALE
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence it can ever hold, prompt and output."""
+        return min(self.status.max_model_len, self.status.num_blocks * self.status.block_size + 1)
+
+    def fits(self, request: InferenceRequest) -> bool:
+        """Whether it could run there with nothing else; output is cut at the context's end."""
+        prompt, status = len(request.prompt_token_ids), self.status
+        longest = min(prompt + request.sampling.max_tokens, status.max_model_len)
+        return prompt < status.max_model_len and longest <= self.max_tokens
+
+    def blocks_for(self, request: InferenceRequest, expected_output_tokens: int) -> int:
+        """Blocks that it is expected to fill; never more than the worker has, so an idle one takes any."""
+        tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + expected_output_tokens
+        return min(-(-tokens // self.status.block_size), self.status.num_blocks)
+
+    def update(self, heartbeat: Heartbeat, status: WorkerStatus) -> None:
+        """Takes newer figures, and drops from its own counts what these hold."""
+        self.heartbeat, self.status = heartbeat, status
+        self.ended_seqs = self.ended_blocks = 0
+        for priority, dispatched in enumerate(self.in_flight):
+            while (
+                dispatched
+                and dispatched[0].offset is not None
+                and self.counts(priority, dispatched[0].offset)
+            ):
+                self._uncount(dispatched.popleft())
+
+    def counts(self, priority: int, offset: int) -> bool:
+        """Whether the last heartbeat's figures hold the dispatch at `offset`."""
+        return offset < self.status.mailbox_offsets[priority]
+
+    def add(self, entry: InFlight) -> None:
+        self.in_flight[entry.priority].append(entry)
+        self.in_flight_seqs += 1
+        self.in_flight_blocks += entry.blocks
+        self.in_flight_prefill += entry.prefill_tokens
+
+    def remove(self, entry: InFlight) -> None:
+        """Fine for an entry that is no longer there."""
+        if entry in self.in_flight[entry.priority]:
+            self.in_flight[entry.priority].remove(entry)
+            self._uncount(entry)
+
+    def _uncount(self, entry: InFlight) -> None:
+        self.in_flight_seqs -= 1
+        self.in_flight_blocks -= entry.blocks
+        self.in_flight_prefill -= entry.prefill_tokens
+
+
+class Router:
+    """The live workers by model."""
+
+    def __init__(self) -> None:
+        self._workers: dict[int, Worker] = {}
+        self._by_model: dict[str, list[Worker]] = {}
+
+    def update(self, members: Iterable[Member]) -> None:
+        """Takes the workers that live now; what was in flight to others is forgotten with them."""
+        workers: dict[int, Worker] = {}
+        for member in members:
+            heartbeat = member.heartbeat
+            if heartbeat is None or heartbeat.worker is None:
+                continue
+            worker = self._workers.get(member.slot)
+            if worker is None or worker.epoch != member.epoch:
+                worker = Worker(member.slot, member.epoch, heartbeat, heartbeat.worker, member.draining)
+            elif worker.heartbeat is not heartbeat:
+                worker.update(heartbeat, heartbeat.worker)
+            worker.draining = member.draining
+            workers[member.slot] = worker
+        self._workers = workers
+        self._by_model = {}
+        for worker in workers.values():
+            if worker.takes_requests:
+                self._by_model.setdefault(worker.status.model, []).append(worker)
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers)
+
+    def workers(self, model: str) -> list[Worker]:
+        """Those that take requests for the model."""
+        return self._by_model.get(model, [])
+
+    def choose(self, request: InferenceRequest, expected_output_tokens: int) -> Worker | Blocked:
+        """The least loaded worker with room for the request. O(workers)."""
+        best: Worker | None = None
+        best_load = 0.0
+        blocked = Blocked.NO_WORKER
+        for worker in self._by_model.get(request.model, ()):
+            if worker.slot in request.excluded_slots or not worker.fits(request):
+                continue
+            blocked = Blocked.NO_ROOM
+            if worker.num_seqs >= worker.status.max_num_seqs:
+                continue
+            if worker.blocks_for(request, expected_output_tokens) > worker.free_blocks:
+                continue
+            load = worker.load
+            if best is None or load < best_load:
+                best, best_load = worker, load
+        return blocked if best is None else best
+
+    def dispatch(self, worker: Worker, request: InferenceRequest, expected_output_tokens: int) -> InFlight:
+        """Counts the request at the worker until a heartbeat does."""
+        entry = InFlight(
+            priority=request.priority,
+            blocks=worker.blocks_for(request, expected_output_tokens),
+            prefill_tokens=len(request.prompt_token_ids) + len(request.output_token_ids),
+        )
+        worker.add(entry)
+        return entry
+
+    def acked(self, worker: Worker, entry: InFlight, offset: int) -> None:
+        """The dispatch lies at `offset` of its mailbox partition."""
+        entry.offset = offset
+        if worker.counts(entry.priority, offset):
+            worker.remove(entry)
+
+    def ended(self, slot: int, epoch: int, tokens: int) -> None:
+        """A request of `tokens` (prompt and output) that this router dispatched has ended at that run."""
+        worker = self._workers.get(slot)
+        if worker is not None and worker.epoch == epoch:
+            worker.ended_seqs += 1
+            worker.ended_blocks += -(-tokens // worker.status.block_size)

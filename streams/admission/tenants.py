@@ -1,0 +1,55 @@
+"""The tenants in force: the fold of control.tenants."""
+
+from schemas.priority import PriorityClass
+from schemas.records import Tenant
+from streams.admission.limits import Limits
+from streams.admission.refusal import Refusal
+
+# A weight of zero or less would divide by zero in the queue.
+MIN_WEIGHT = 1e-3
+
+
+class Tenants:
+    """Keeps `limits` told of every change."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._tenants: dict[str, Tenant] = {}
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def put(self, name: str, tenant: Tenant | None, now: int) -> None:
+        """A record of the topic; None is a deletion.
+
+        Raises ValueError for a tier that is no class; the tenant stays as it was.
+        """
+        if tenant is None:
+            self._tenants.pop(name, None)
+            self._limits.remove_tenant(name)
+        else:
+            PriorityClass(tenant.tier)
+            self._tenants[tenant.name] = tenant
+            self._limits.set_tenant(tenant, now)
+
+    def refusal(self, name: str, priority: int) -> Refusal | None:
+        """Why the tenant may not ask for this class, or None."""
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            return Refusal(403, "unknown_tenant", f"there is no tenant {name!r}")
+        if tenant.disabled:
+            return Refusal(403, "tenant_disabled", f"tenant {name!r} is disabled")
+        if priority < tenant.tier:
+            tier = PriorityClass(tenant.tier).label
+            return Refusal(403, "class_not_allowed", f"the highest class of tenant {name!r} is {tier}")
+        return None
+
+    def weight(self, name: str) -> float:
+        tenant = self._tenants.get(name)
+        return 1.0 if tenant is None else max(MIN_WEIGHT, tenant.weight)
+
+    def max_enqueued_tokens(self, name: str, priority: int) -> int | None:
+        """The tenant's allowance of waiting tokens in a class; None is unlimited."""
+        tenant = self._tenants.get(name)
+        limits = () if tenant is None else tenant.limits
+        return next((entry.max_enqueued_tokens for entry in limits if entry.priority == priority), None)

@@ -1,0 +1,23 @@
+"""What can be wrong with a record that decodes: its owner is told which field."""
+
+from schemas.records import InferenceRequest
+from schemas.topics import NUM_CLASSES
+
+
+def invalid_field(request: InferenceRequest, partition: int) -> str | None:
+    """The first field that cannot be served, and why; None when all can. `partition` is where it lies."""
+    if not 0 <= request.priority < NUM_CLASSES:
+        return f"priority: {request.priority} is no class"
+    if request.priority != partition % NUM_CLASSES:
+        return f"priority: class {request.priority} lies in partition {partition} of another class"
+    if request.attempt < 1:
+        return f"attempt: {request.attempt} is below 1"
+    if not request.prompt_token_ids:
+        return "prompt_token_ids: empty"
+    if request.sampling.max_tokens < 1:
+        return f"sampling.max_tokens: {request.sampling.max_tokens} is below 1"
+    if len(request.output_token_ids) >= request.sampling.max_tokens:
+        return "output_token_ids: max_tokens are there already"
+    if request.end_ms < 1:
+        return f"end_ms: {request.end_ms} is below 1"
+    return None
