@@ -22,9 +22,9 @@ BILL_TIMEOUT_S = 30.0
 STREAM_PROMPT = "Kafka is a distributed event streaming platform. It is used to"
 BATCH_PROMPTS = ("The capital of France is", "Water boils at", "The three primary colours are")
 BILL_SQL = """\
-SELECT tenant, model, priority, count() AS requests, sum(input_tokens) AS input_tokens,
-       sum(output_tokens) AS output_tokens
-FROM usage_final GROUP BY ALL ORDER BY tenant, model, priority FORMAT JSON"""
+SELECT tenant, model, class, sum(requests) AS requests, sum(b.input_tokens) AS input_tokens,
+       sum(b.output_tokens) AS output_tokens
+FROM billing AS b GROUP BY ALL ORDER BY tenant, model, class FORMAT JSON"""
 _COUNT_SQL = "SELECT count() FROM usage_final WHERE tenant = {tenant:String} FORMAT TSV"
 
 

@@ -65,8 +65,8 @@ def test_both_shapes_are_answered_and_billed_as_batch(simulated_stack: RunningSt
     assert found["line"]["error"] is None
     assert response["body"]["usage"]["completion_tokens"] == 5
     assert len(response["body"]["choices"][0]["message"]["content"]) == 5
-    bill = "SELECT priority, count(), sum(output_tokens) FROM usage_final WHERE tenant='batches' GROUP BY 1"
-    eventually(lambda: [row[1:] for row in simulated_stack.sql(bill)] == [["2", "9"]])
+    bill = "SELECT class, count(), sum(output_tokens) FROM usage_final WHERE tenant='batches' GROUP BY 1"
+    eventually(lambda: simulated_stack.sql(bill) == [["batch", "2", "9"]])
 
 
 def test_a_bad_record_is_answered_and_kept_and_the_next_one_is_served(simulated_stack: RunningStack) -> None:
