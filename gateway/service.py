@@ -115,6 +115,9 @@ class Gateway:
                     if task.done():
                         task.result()
                 await self._drain(config.drain_s)
+            except Exception:
+                await self._give_up()
+                raise
             finally:
                 for task in work:
                     task.cancel()
@@ -216,6 +219,16 @@ class Gateway:
             async with asyncio.timeout(_LEAVE_S):
                 await serving.idle()
                 await serving.outbox.drained()
+
+    async def _give_up(self) -> None:
+        """This life is over: clients hear it, and nothing more is written; a successor owns what is open."""
+        self.serving.draining = True
+        error = ApiError(503, "gateway_lost", "this gateway lost its place; try again", None, 1_000)
+        for reader in list(self.serving.readers.values()):
+            reader.on_end(error)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                await self.serving.idle()
 
     async def _leave(self) -> None:
         record = Left(ROLE, self.config.slot, self.serving.owner.epoch, "stopped")

@@ -1,0 +1,386 @@
+"""The owner's decisions, without Kafka and without a clock."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.actions import Action, Bill, Cancel, Reply, SendRequest
+from gateway.metrics import Timing
+from gateway.owned_request import OwnedRequest
+from gateway.owner import Owner, reply_partition, reply_partitions, should_send_again
+from gateway.reader import WholeReader
+from schemas import topics
+from schemas.api.errors import ApiError
+from schemas.fleet import FleetView
+from schemas.records import (
+    Admitted,
+    Completion,
+    Dispatched,
+    Failed,
+    Heartbeat,
+    Left,
+    PartitionStatus,
+    Rejected,
+    TokenChunk,
+    Tokens,
+    Usage,
+)
+from tests.gateway_factories import EPOCH, SLOT, WORKER_EPOCH, inference_request
+
+RID = bytes(range(16))
+NOW = 2_000
+
+
+class Desk:
+    """An owner with one request, and a log whose clock is moved by hand."""
+
+    def __init__(self) -> None:
+        self.owner = Owner(SLOT, EPOCH, shards=4, cancel_timeout_ms=30_000)
+        self.view = FleetView()
+        self.view.watch_as("gateway", SLOT, EPOCH)
+        self.reader = WholeReader("simulated", Timing(), 0.0)
+        self.owned: OwnedRequest = self.owner.accept(inference_request(RID), self.reader)
+        self.owner.on_sent(self.owned, 100)
+        self.status = PartitionStatus(self.owned.partition, 0, 0, [])
+        self.silent: set[str] = set()
+        self.time = 1_000_000
+
+    def pass_ms(self, duration: int) -> list[Action]:
+        """Heartbeats every 100 ms, and a tick after each."""
+        actions: list[Action] = []
+        for _ in range(duration // 100):
+            self.time += 100
+            for role, slot, epoch in (
+                ("gateway", SLOT, EPOCH),
+                ("admission", 0, 9),
+                ("worker", 0, WORKER_EPOCH),
+            ):
+                if role not in self.silent:
+                    partitions = [self.status] if role == "admission" else []
+                    beat = Heartbeat(role, slot, epoch, b"", partitions=partitions)
+                    self.view.on_heartbeat(beat, self.time)
+            actions += self.owner.tick(self.view, NOW, 0.0)
+        return actions
+
+    @property
+    def answered(self) -> bool:
+        return self.reader.end is not None
+
+    def dispatched(self, epoch: int = WORKER_EPOCH) -> list[Action]:
+        return self.owner.on_record(Dispatched(RID, 1, EPOCH, 0, epoch, "simulated"), self.time)
+
+    def tokens(self, position: int, ids: bytes, epoch: int = WORKER_EPOCH) -> list[Action]:
+        return self.owner.on_tokens(
+            Tokens(0, epoch, [TokenChunk(RID, 1, position, list(ids))]), self.time, 0.0
+        )
+
+    def complete(self, count: int, reason: str = "stop") -> list[Action]:
+        record = Completion(RID, 1, 0, WORKER_EPOCH, 3, 1, count, reason, message="oh")
+        return self.owner.on_record(record, self.time)
+
+    def read_back(self, actions: list[Action]) -> list[Action]:
+        (reply,) = (action for action in actions if isinstance(action, Reply))
+        return self.owner.on_record(reply.record, self.time)
+
+
+def failure(actions: list[Action]) -> Failed:
+    (reply,) = (action for action in actions if isinstance(action, Reply))
+    return reply.record
+
+
+def bill(actions: list[Action]) -> Usage:
+    (row,) = (action for action in actions if isinstance(action, Bill))
+    return row.record
+
+
+def test_online_requests_of_class_batch_reply_beside_the_coordinators() -> None:
+    assert [reply_partition(2, c) for c in range(3)] == [6, 7, 7]
+    assert reply_partitions(2) == (6, 7)
+    assert all(topics.priority_of(p) < 2 for p in reply_partitions(2))
+
+
+def test_a_normal_end() -> None:
+    desk = Desk()
+    assert desk.dispatched() + desk.tokens(0, b"ab") + desk.complete(2) == []
+    assert desk.reader.token_ids == [97, 98]
+    assert isinstance(desk.reader.end, Completion)
+    assert desk.owner.open == {}
+
+
+def test_doubled_and_overlapping_tokens_reach_the_client_once() -> None:
+    desk = Desk()
+    for position, ids in ((0, b"ab"), (0, b"ab"), (1, b"bc"), (3, b"d")):
+        assert desk.tokens(position, ids) == []
+    assert bytes(desk.reader.token_ids) == b"abcd"
+
+
+@pytest.mark.parametrize("why", ["left", "superseded", "silent"])
+def test_a_lost_worker_fails_the_request_once_and_only_after_reading_it_back(why: str) -> None:
+    desk = Desk()
+    desk.dispatched()
+    desk.tokens(0, b"ab")
+    desk.pass_ms(300)
+    if why == "left":
+        desk.view.on_event(Left("worker", 0, WORKER_EPOCH, "signal 9"), 90)
+    elif why == "superseded":
+        desk.view.on_heartbeat(Heartbeat("worker", 0, WORKER_EPOCH + 1, b""), desk.time)
+    else:
+        desk.silent.add("worker")
+    actions = desk.pass_ms(1_500)
+    assert failure(actions).code == "worker_lost"
+    assert [a.record.reason for a in actions if isinstance(a, Cancel)] == ["worker_lost"]
+    assert not desk.answered
+    usage = bill(desk.read_back(actions))
+    assert (usage.sealed, usage.attempt, usage.output_tokens, usage.input_tokens) == (True, 1, 2, 3)
+    assert (usage.slot, usage.epoch, usage.finish_reason) == (0, WORKER_EPOCH, "error")
+    assert isinstance(desk.reader.end, ApiError)
+    assert (desk.reader.end.status, desk.reader.end.code) == (502, "worker_lost")
+
+
+def test_a_completion_that_came_first_wins() -> None:
+    desk = Desk()
+    desk.dispatched()
+    desk.view.on_event(Left("worker", 0, WORKER_EPOCH, "signal 9"), 90)
+    actions = desk.pass_ms(200)
+    assert desk.complete(0, "length") == []
+    assert desk.read_back(actions) == []
+    assert isinstance(desk.reader.end, Completion)
+
+
+def test_a_run_without_a_sign_for_three_seconds_is_lost() -> None:
+    desk = Desk()
+    desk.dispatched()
+    for _ in range(5):
+        assert desk.pass_ms(2_500) == []
+        desk.tokens(0, b"")  # workers name live sequences
+    actions = desk.pass_ms(3_200)
+    assert failure(actions).code == "worker_lost"
+
+
+def test_nobody_is_accused_while_the_own_heartbeat_does_not_come_back() -> None:
+    desk = Desk()
+    desk.dispatched()
+    desk.pass_ms(300)
+    desk.silent |= {"gateway", "worker"}
+    assert desk.pass_ms(10_000) == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "status"), [("error", "engine_error", 500), ("cancelled", "worker_cancelled", 502)]
+)
+def test_an_attempt_that_ended_badly_ends_the_request(reason: str, code: str, status: int) -> None:
+    desk = Desk()
+    desk.dispatched()
+    actions = desk.complete(0, reason)
+    assert not desk.answered
+    assert failure(actions).code == code
+    assert bill(desk.read_back(actions)).sealed
+    assert isinstance(desk.reader.end, ApiError)
+    assert desk.reader.end.status == status
+
+
+def test_a_gap_ends_the_request() -> None:
+    desk = Desk()
+    desk.tokens(0, b"a")
+    actions = desk.tokens(2, b"c")
+    assert failure(actions).code == "output_gap"
+    assert desk.tokens(3, b"d") == []
+    assert bill(desk.read_back(actions)).output_tokens == 1
+
+
+def test_a_stray_is_cancelled_by_run_but_not_for_each_of_its_records() -> None:
+    desk = Desk()
+    desk.dispatched()
+    (cancel,) = desk.tokens(0, b"x", epoch=99)
+    assert isinstance(cancel, Cancel)
+    assert (cancel.record.slot, cancel.record.epoch, cancel.behind_request) == (0, 99, False)
+    assert desk.tokens(1, b"y", epoch=99) == []
+    desk.pass_ms(1_100)
+    assert len(desk.tokens(2, b"z", epoch=99)) == 1
+    assert bill(desk.complete(0)).sealed  # the stray's own row may be above the truth
+
+
+def test_an_ended_request_that_still_shows_records_is_cancelled_again() -> None:
+    desk = Desk()
+    desk.owner.on_record(Rejected(RID, 1, 503, "expired", "late"), 0)
+    (cancel,) = desk.tokens(0, b"x")
+    assert isinstance(cancel, Cancel)
+    assert cancel.record.epoch == WORKER_EPOCH
+    desk.pass_ms(61_000)
+    assert desk.tokens(1, b"x") == []
+
+
+def test_late_records_of_the_run_that_completed_are_nothing() -> None:
+    desk = Desk()
+    desk.dispatched()
+    desk.complete(0)
+    assert desk.tokens(0, b"") == []
+
+
+def test_an_abandoned_request_is_cancelled_once_and_folded_to_its_end() -> None:
+    desk = Desk()
+    (cancel,) = desk.owner.abandon(desk.owned, "disconnected")
+    assert isinstance(cancel, Cancel)
+    assert cancel.behind_request
+    assert desk.owner.abandon(desk.owned, "disconnected") == []
+    desk.tokens(0, b"ab")
+    assert desk.owned.state.token_ids == [97, 98]
+    assert desk.complete(2, "cancelled") == []
+    assert desk.owner.open == {}
+
+
+def test_a_cancel_before_any_run_bills_nothing() -> None:
+    desk = Desk()
+    desk.owner.abandon(desk.owned, "disconnected")
+    usage = bill(desk.owner.on_record(Rejected(RID, 1, 499, "cancelled", ""), 5_000))
+    assert (usage.input_tokens, usage.output_tokens, usage.finish_reason, usage.ended_at) == (
+        0,
+        0,
+        "cancelled",
+        5_000,
+    )
+
+
+def test_a_cancel_without_an_end_is_sealed_after_its_time() -> None:
+    desk = Desk()
+    desk.pass_ms(100)
+    desk.dispatched()
+    desk.tokens(0, b"ab")
+    desk.owner.abandon(desk.owned, "disconnected")
+    for i in range(29):
+        assert desk.pass_ms(1_000) == []
+        desk.tokens(2 + i, b"c")
+    actions = desk.pass_ms(1_000)
+    assert failure(actions).code == "cancelled"
+    usage = bill(desk.read_back(actions))
+    assert (usage.output_tokens, usage.finish_reason, usage.sealed) == (31, "cancelled", True)
+
+
+def test_the_end_of_a_request_by_time() -> None:
+    desk = Desk()
+    late = desk.owned.request.accepted_at + desk.owned.request.end_ms
+    assert desk.owner.tick(desk.view, late - 1, 0.0) == []
+    (cancel,) = desk.owner.tick(desk.view, late, 0.0)
+    assert isinstance(cancel, Cancel)
+    assert isinstance(desk.reader.end, ApiError)
+    assert desk.reader.end.status == 504
+    assert desk.owner.tick(desk.view, late, 0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("takeover", "read", "admitted", "since_read", "again"),
+    [
+        (0, 0, None, 0, False),
+        (100, 100, None, 0, False),  # begins at the request
+        (101, 101, None, 0, True),  # skipped it
+        (101, 101, 100, 0, True),  # the queue that had it is gone
+        (0, 101, None, 999, False),
+        (0, 101, None, 1_000, True),
+        (0, 100, None, 5_000, False),  # not read yet
+        (0, 101, 100, 5_000, False),  # it waits in the queue
+        (0, 101, 40, 5_000, True),  # that answer was to an earlier send
+    ],
+)
+def test_send_again(takeover: int, read: int, admitted: int | None, since_read: int, again: bool) -> None:
+    status = PartitionStatus(0, takeover, read, [])
+    assert should_send_again(100, admitted, status, since_read) is again
+
+
+def test_sent_again_three_times_then_no_answer() -> None:
+    desk = Desk()
+    offset = 100
+    for _ in range(3):
+        desk.status = PartitionStatus(desk.owned.partition, 0, offset + 1, [])
+        assert desk.pass_ms(1_100) == [SendRequest(desk.owned)]
+        assert desk.pass_ms(2_000) == []  # not acked yet
+        offset += 1
+        desk.owner.on_sent(desk.owned, offset)
+    desk.status = PartitionStatus(desk.owned.partition, 0, offset + 1, [])
+    actions = desk.pass_ms(1_100)
+    assert failure(actions).code == "no_answer"
+    assert bill(desk.read_back(actions)).input_tokens == 0
+    assert isinstance(desk.reader.end, ApiError)
+    assert desk.reader.end.status == 503
+
+
+def test_what_was_answered_is_not_sent_again() -> None:
+    desk = Desk()
+    desk.status = PartitionStatus(desk.owned.partition, 0, 101, [])
+    desk.owner.on_record(Admitted(RID, 1, EPOCH, desk.owned.partition, 100), desk.time)
+    assert desk.pass_ms(5_000) == []
+    desk.dispatched()
+    desk.status = PartitionStatus(desk.owned.partition, 200, 200, [])
+    assert desk.pass_ms(2_000) == []
+
+
+_STEPS = st.sampled_from(
+    [
+        "dispatch",
+        "tokens",
+        "gap",
+        "stray",
+        "complete",
+        "error",
+        "reject",
+        "left",
+        "abandon",
+        "read_back",
+        "time",
+    ]
+)
+
+
+@given(st.lists(_STEPS, max_size=14))
+def test_whatever_happens_the_client_hears_one_end_and_the_bill_is_the_fold(steps: list[str]) -> None:
+    desk = Desk()
+    said: list[Failed] = []
+    bills: list[Usage] = []
+    delivered_at_end: int | None = None
+    abandoned = False
+    for step in [*steps, "left", "time", "read_back", "late", "read_back"]:
+        before = desk.reader.end
+        count = len(desk.owned.state.token_ids)
+        match step:
+            case "dispatch":
+                actions = desk.dispatched()
+            case "tokens":
+                actions = desk.tokens(count, b"ab")
+            case "gap":
+                actions = desk.tokens(count + 3, b"ab")
+            case "stray":
+                actions = desk.tokens(0, b"zz", epoch=99)
+            case "complete":
+                actions = desk.complete(count, "length")
+            case "error":
+                actions = desk.complete(count, "error")
+            case "reject":
+                actions = desk.owner.on_record(Rejected(RID, 1, 429, "limit", ""), desk.time)
+            case "left":
+                desk.view.on_event(Left("worker", 0, WORKER_EPOCH, "signal 9"), 90)
+                actions = []
+            case "abandon":
+                actions = desk.owner.abandon(desk.owned, "disconnected")
+                abandoned = True
+            case "late":  # nothing ever answers: the client's time is over, then the cancel's
+                late = desk.owned.request.accepted_at + desk.owned.request.end_ms
+                actions = desk.owner.tick(desk.view, late, 0.0) + desk.pass_ms(31_000)
+            case "read_back" if said:
+                actions = desk.owner.on_record(said[0], desk.time)
+            case "time":
+                actions = desk.pass_ms(300)
+            case _:
+                continue
+        said += [a.record for a in actions if isinstance(a, Reply)]
+        rows = [a.record for a in actions if isinstance(a, Bill)]
+        bills += rows
+        assert all(row.output_tokens == count for row in rows)
+        if before is not None:
+            assert desk.reader.end is before
+        elif desk.reader.end is not None:
+            delivered_at_end = len(desk.reader.token_ids)
+    assert desk.owner.open == {}
+    assert len(said) <= 1
+    assert len(bills) <= 1
+    assert abandoned or desk.reader.end is not None
+    if delivered_at_end is not None:
+        assert len(desk.reader.token_ids) == delivered_at_end
