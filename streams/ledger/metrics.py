@@ -27,9 +27,7 @@ BATCH_OPEN = Gauge(
 BATCH_FINISHED = Counter(
     "headrace_batch_finished", "Batch requests answered.", ["outcome"], registry=REGISTRY
 )
-BATCH_RETRIES = Counter(
-    "headrace_batch_retries", "Retries of batch requests by reason.", ["reason"], registry=REGISTRY
-)
+BATCH_RETRIES = Counter("headrace_batch_retries", "Retries of batch requests.", registry=REGISTRY)
 BATCH_FLUSH = Histogram(
     "headrace_batch_flush_seconds", "Time of one transaction of results.", registry=REGISTRY
 )

@@ -1,0 +1,62 @@
+"""One open batch request: where it stands, and when to look at it again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from schemas.stream_state import Run, StreamState
+from streams.ledger.batch_records import BatchItem, Source
+
+FIRST_BACKOFF_MS = 1_000
+MAX_BACKOFF_MS = 60_000
+
+
+class Phase(Enum):
+    WAITING = auto()  # to be sent at `due_at`
+    SENT = auto()  # with admission, or running
+    RETRYING = auto()  # a Retry is on its way back
+    FAILING = auto()  # a Failed is on its way back
+    ENDED = auto()
+
+
+_NEXT: Mapping[Phase, frozenset[Phase]] = {
+    Phase.WAITING: frozenset({Phase.SENT, Phase.ENDED}),
+    Phase.SENT: frozenset(Phase),
+    Phase.RETRYING: frozenset({Phase.WAITING, Phase.SENT, Phase.ENDED}),
+    Phase.FAILING: frozenset({Phase.WAITING, Phase.SENT, Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """`sources` has more than one where a producer wrote the same request twice. Times are ms;
+    `sign_ms` is on the fleet's log clock. `since` is where the reply partition must be read from."""
+
+    item: BatchItem
+    state: StreamState
+    since: int
+    sources: list[Source]
+    phase: Phase = Phase.WAITING
+    due_at: int = 0
+    backoff_ms: int = FIRST_BACKOFF_MS
+    sent_offset: int | None = None
+    resends: int = 0
+    unanswered_at: int | None = None
+    sign_ms: int = 0
+    cancelled: set[Run] = field(default_factory=set)
+    ran: bool = False
+
+    def transition_to(self, phase: Phase) -> None:
+        """Raises RuntimeError for a step that is none."""
+        if phase not in _NEXT[self.phase]:
+            raise RuntimeError(f"batch request {self.item.request_id.hex()}: {self.phase} to {phase}")
+        self.phase = phase
+
+    def back_off(self, now_ms: int, at_least_ms: int) -> None:
+        """Waits before it is sent again, longer each time."""
+        self.due_at = now_ms + max(self.backoff_ms, at_least_ms)
+        self.backoff_ms = min(self.backoff_ms * 2, MAX_BACKOFF_MS)
+        self.resends = 0
+        if self.phase is not Phase.WAITING:
+            self.transition_to(Phase.WAITING)

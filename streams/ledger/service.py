@@ -1,0 +1,301 @@
+"""One ledger process: what it starts, in which order, and how each part ends."""
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from schemas import topics
+from schemas.catalog import Catalog
+from schemas.codec import default_codec, encode
+from schemas.fleet import HEARTBEAT_INTERVAL_S, join, publish_schemas
+from schemas.models import LoadedModel, load_models
+from schemas.records import Heartbeat, Left
+from streams.ledger.clickhouse import BillingStore, ReadOnlyEngine, chdb_folder
+from streams.ledger.config import LedgerConfig
+from streams.ledger.coordinator import ShardClients, ShardCoordinator, ShardSettings
+from streams.ledger.folder_lock import FolderLock
+from streams.ledger.followers import ROLE, Control, Fleet, follow_heartbeats
+from streams.ledger.http import HttpServer, bind, health_app
+from streams.ledger.metrics import LAG, REGISTRY
+from streams.ledger.results import GROUP
+from streams.ledger.shards import Shards
+from streams.ledger.sql_endpoint import SqlEndpoint
+from streams.ledger.usage_intake import UsageIntake
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 5.0
+_LOCK_POLL_S = 0.2
+_LAG_S = 2.0
+_STUCK_S = 30.0
+
+OnBatch = Callable[[Sequence[Any]], Awaitable[None]]
+OnAssigned = Callable[[set[int]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Kafka:
+    """The clients, not started; `Any` stands for types that carry no type information.
+
+    `faust_app(datadir, on_batch, on_assigned)` makes the app whose agent hands batches of messages of
+    inference.usage to `on_batch`, and acks them only when that returns.
+    """
+
+    producer: Any
+    heartbeat_producer: Any
+    control: Any
+    heartbeats: Any
+    admin: Any
+    partition: Callable[[str, int], Any]
+    faust_app: Callable[[Path, OnBatch, OnAssigned], Any]
+    shard_clients: Callable[[int, Callable[[str, int], Awaitable[Any]]], ShardClients]
+
+    def clients(self) -> list[Any]:
+        return [self.producer, self.heartbeat_producer, self.control, self.heartbeats]
+
+
+class LedgerService:
+    """One process. `run` returns when it was asked to stop, and raises what ended it else."""
+
+    def __init__(self, config: LedgerConfig, kafka: Kafka) -> None:
+        self.config, self.kafka = config, kafka
+        self.fleet = Fleet(config.slot)
+        self.control = Control(kafka.control, kafka.partition, self.fleet)
+        self._models: dict[str, LoadedModel] = {}
+        self._waits_for: str | None = "starting"
+        self._epoch = 0
+        self._usage_partitions: set[int] = set()
+        self._assigned = False
+        self._shards = Shards(config.shards, self.control.tenants, self._make_shard)
+        self._intake: UsageIntake | None = None
+
+    def not_ready(self) -> str | None:
+        """Why the ledger does not work yet, or None."""
+        if self._waits_for is not None:
+            return self._waits_for
+        if not self._assigned:
+            return "no partitions of inference.usage assigned yet"
+        if not self.fleet.heard_itself:
+            return "own heartbeat has not come back yet"
+        if self._intake is not None and (since := self._intake.failing_since) is not None:
+            return f"usage rows cannot be stored since {time.monotonic() - since:.0f} s"
+        return None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        async with AsyncExitStack() as stack:
+            tasks: list[asyncio.Task[Any]] = []
+            stopped = asyncio.create_task(stop.wait(), name="stop")
+            stack.callback(stopped.cancel)
+            starting = asyncio.create_task(self._start(stack, tasks), name="start")
+            await asyncio.wait([stopped, starting], return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():  # for example a standby that is no longer needed
+                await _cancel(starting)
+                return
+            starting.result()
+            await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            self._waits_for = "stopping"
+            failed = next((task for task in tasks if task.done()), None)
+            if failed is not None:
+                failed.result()
+                raise RuntimeError(f"{failed.get_name()} ended by itself")
+
+    # Each step leaves behind, on the stack, how it is undone; a stop runs these from the last to the first.
+    async def _start(self, stack: AsyncExitStack, tasks: list[asyncio.Task[Any]]) -> None:
+        config, kafka = self.config, self.kafka
+
+        def spawn(name: str, coroutine: Any) -> None:
+            task = asyncio.create_task(coroutine, name=name)
+            tasks.append(task)
+            stack.push_async_callback(_cancel, task)
+
+        # 1. HTTP first: whoever waits for us can ask why.
+        health = bind(config.http_host, config.http_port)
+        port = health.getsockname()[1]
+        self._serve("http", health, health_app(self.not_ready, REGISTRY), stack, tasks)
+        # 2. The tables. One process at a time has an embedded folder; the others wait here.
+        folder = chdb_folder(config.dsn())
+        if folder is not None:
+            await self._lock(folder, stack)
+        self._waits_for = "opening ClickHouse and loading models"
+        models = asyncio.create_task(asyncio.to_thread(self._load_models))
+        store = await asyncio.to_thread(self._open_store)
+        stack.callback(store.close)
+        self._models = await models
+        if folder is not None:
+            await self._serve_sql(folder, stack, tasks)
+        # 3. The broker. What is told by others is read up to now before anyone hears of us.
+        self._waits_for = "connecting to Kafka"
+        async with asyncio.timeout(START_TIMEOUT_S):
+            for client in kafka.clients():
+                stack.push_async_callback(_close, client.stop)
+                await client.start()
+            stack.push_async_callback(_close, kafka.admin.close)
+            await kafka.admin.start()
+            await publish_schemas(kafka.producer, default_codec().schemas())
+            await self.control.read_to_end()
+            # 4. This process's life has a name.
+            address = f"http://{config.http_host}:{port}"
+            self._epoch, nonce = await join(kafka.producer, ROLE, config.slot, address)
+        self.fleet.joined(self._epoch)
+        stack.push_async_callback(self._leave)
+        log.info("joined", extra={"epoch": self._epoch, "address": address})
+        spawn("control", self.control.run())
+        spawn("heartbeats", follow_heartbeats(kafka.heartbeats, kafka.partition, self.fleet))
+        spawn("pulse", self._beat(Heartbeat(ROLE, config.slot, self._epoch, nonce, address)))
+        # 5. Usage, and with its partitions the batch shards.
+        intake = self._intake = UsageIntake(store, kafka.producer, self.control.catch_up_schemas)
+        stack.callback(intake.close)
+        spawn("shards", self._shards.run())
+        spawn("lag", self._watch_lag(intake))
+        datadir = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-ledger-"))
+        app = kafka.faust_app(Path(datadir), intake.take, self._on_assigned)
+        stack.push_async_callback(_close, app.stop)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            app.finalize()
+            await app.start()
+        spawn("faust", _watch(app))
+        self._waits_for = None
+
+    def _serve(
+        self, name: str, sock: Any, app: Any, stack: AsyncExitStack, tasks: list[asyncio.Task[Any]]
+    ) -> None:
+        server = HttpServer(app)
+        task = asyncio.create_task(server.serve(sockets=[sock]), name=name)
+        tasks.append(task)
+        stack.push_async_callback(_stop_http, server, task)
+
+    async def _lock(self, folder: Path, stack: AsyncExitStack) -> None:
+        lock = FolderLock(folder)
+        told = False
+        while (holder := lock.try_acquire(self.config.slot)) is not None:
+            self._waits_for = (
+                f"standby: {folder} is held by the ledger of slot {holder.get('slot', '?')}, "
+                f"pid {holder.get('pid', '?')}, since {holder.get('since', '?')}"
+            )
+            if not told:
+                log.warning(self._waits_for)
+                told = True
+            await asyncio.sleep(_LOCK_POLL_S)
+        stack.callback(lock.release)
+
+    def _load_models(self) -> dict[str, LoadedModel]:
+        return load_models(Catalog.load(self.config.models_dir), self.config.model_ids())
+
+    def _open_store(self) -> BillingStore:
+        store = BillingStore(self.config.dsn())
+        applied = store.migrate(self.config.ddl_dir)
+        if applied:
+            log.info("schema files applied", extra={"files": applied})
+        return store
+
+    async def _serve_sql(self, folder: Path, stack: AsyncExitStack, tasks: list[asyncio.Task[Any]]) -> None:
+        config = self.config
+        engine = await asyncio.to_thread(ReadOnlyEngine, folder)
+        endpoint = SqlEndpoint(engine, config.query_limits(), config.sql_concurrent)
+        stack.callback(endpoint.close)
+        sock = bind(config.http_host, config.sql_port)
+        log.info("read-only SQL", extra={"port": sock.getsockname()[1]})
+        self._serve("sql", sock, endpoint.app, stack, tasks)
+
+    def _make_shard(self, shard: int, tenants: Callable[[], set[str]]) -> ShardCoordinator:
+        config = self.config
+        settings = ShardSettings(
+            shard=shard,
+            shards=config.shards,
+            slot=config.slot,
+            epoch=self._epoch,
+            end_ms=config.batch_end_ms,
+            window=config.batch_window,
+        )
+        return ShardCoordinator(
+            settings,
+            self.kafka.shard_clients(shard, self._committed),
+            self.kafka.producer,
+            self._models,
+            self.fleet.view,
+            tenants,
+        )
+
+    async def _committed(self, topic: str, partition: int) -> Any:
+        tp = self.kafka.partition(topic, partition)
+        found = await self.kafka.admin.list_consumer_group_offsets(GROUP, partitions=[tp])
+        value = found.get(tp)
+        return None if value is None or value.offset < 0 else (value.offset, value.metadata or "")
+
+    async def _on_assigned(self, partitions: set[int]) -> None:
+        self._usage_partitions = partitions
+        self._assigned = bool(partitions)
+        self._shards.hold(partitions)
+        log.info("partitions assigned", extra={"partitions": sorted(partitions)})
+
+    async def _beat(self, heartbeat: Heartbeat) -> None:
+        value = encode(heartbeat)
+        due = time.monotonic()
+        while True:
+            try:
+                async with asyncio.timeout(HEARTBEAT_INTERVAL_S * 10):
+                    await self.kafka.heartbeat_producer.send_and_wait(topics.HEARTBEATS, value, partition=0)
+            except Exception as e:  # the broker is away: it will be missed there
+                log.warning("no heartbeat could be sent", extra={"error": repr(e)})
+            due = max(due + HEARTBEAT_INTERVAL_S, time.monotonic())
+            await asyncio.sleep(due - time.monotonic())
+
+    async def _watch_lag(self, intake: UsageIntake) -> None:
+        progressed = time.monotonic()
+        last: dict[int, int] = {}
+        while True:
+            await asyncio.sleep(_LAG_S)
+            tps = [self.kafka.partition(topics.USAGE, p) for p in self._usage_partitions]
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    ends = await self.kafka.control.end_offsets(tps) if tps else {}
+            except Exception as e:
+                log.warning("the lag is not known", extra={"error": repr(e)})
+                continue
+            behind = 0
+            for tp, end in ends.items():
+                lag = end - intake.stored.get(tp.partition, end)
+                LAG.labels(str(tp.partition)).set(lag)
+                behind += lag
+            if not behind or intake.stored != last:
+                progressed, last = time.monotonic(), dict(intake.stored)
+            elif time.monotonic() - progressed > _STUCK_S:
+                log.error("usage is not read any more", extra={"records_behind": behind})
+                progressed = time.monotonic()
+
+    async def _leave(self) -> None:
+        left = encode(Left(ROLE, self.config.slot, self._epoch, "stopped"))
+        with suppress(Exception):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.kafka.producer.send_and_wait(topics.EVENTS, left, partition=0)
+
+
+async def _cancel(task: "asyncio.Task[Any]") -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError, Exception):
+        await task
+
+
+async def _close(stop: Callable[[], Awaitable[Any]]) -> None:
+    # Closing hangs while the broker is away; nothing that matters is left to it by now.
+    with suppress(Exception):
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await stop()
+
+
+async def _stop_http(server: HttpServer, task: "asyncio.Task[Any]") -> None:
+    server.should_exit = True
+    with suppress(Exception):
+        await asyncio.wait_for(task, CLOSE_TIMEOUT_S)
+
+
+async def _watch(app: Any) -> None:
+    await app.wait_until_stopped()
+    raise app.crash_reason or RuntimeError("Faust stopped by itself")
