@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import logging
 import os
+import resource
 import signal
 import sys
 
@@ -27,6 +28,12 @@ async def _serve(config: GatewayConfig) -> None:
     await Gateway(config).run(stop)
 
 
+def _allow_many_connections() -> None:
+    """A stream is a file descriptor, and the usual soft limit is 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m gateway",
@@ -43,6 +50,7 @@ def main(argv: list[str]) -> int:
     if arguments.validate:
         return 0
     logs.configure("gateway", config.slot, config.log_level)
+    _allow_many_connections()
     try:
         uvloop.run(_serve(config))
     except (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from schemas.api.errors import ApiError
 from schemas.api_keys import hash_key, is_key, key_id
+from schemas.priority import PriorityClass
 from schemas.records import Tenant
 
 _NO_HASH = bytes(32)
@@ -25,7 +26,12 @@ class TenantBook:
         self._by_key_id: dict[str, list[_Entry]] = {}
 
     def put(self, name: str, tenant: Tenant | None) -> None:
-        """Takes the newest record of a tenant; None deletes it, and its keys with it."""
+        """Takes the newest record of a tenant; None deletes it, and its keys with it.
+
+        Raises ValueError for a record that cannot be served; what was there before stays.
+        """
+        if tenant is not None and tenant.tier not in set(PriorityClass):
+            raise ValueError(f"tenant {name}: there is no class {tenant.tier} to be its tier")
         self._forget_keys(name)
         if tenant is None:
             self._tenants.pop(name, None)

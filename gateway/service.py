@@ -259,7 +259,9 @@ def _listen(config: GatewayConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.http_host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # A client that acknowledges nothing for this long is gone; accepted sockets inherit it.
+    # Accepted sockets inherit these. Without NODELAY a token waits up to 40 ms for the last one's ack.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A client that acknowledges nothing for this long is gone.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.write_timeout_s * 1000))
     try:
         listener.bind((config.http_host, config.http_port))

@@ -163,7 +163,10 @@ class TokenLog:
             name = (message.key or b"").decode("utf-8", "replace")
             tenant = None if message.value is None else self._try_decode(message)
             if isinstance(tenant, Tenant) or message.value is None:
-                self._tenants.put(name, tenant if isinstance(tenant, Tenant) else None)
+                try:
+                    self._tenants.put(name, tenant if isinstance(tenant, Tenant) else None)
+                except ValueError as e:
+                    self._report(message, e)
             return
         event = self._try_decode(message)
         if isinstance(event, Join | Drain | Left):
@@ -210,7 +213,7 @@ class TokenLog:
     def _report(self, message: ConsumerRecord, error: Exception) -> None:
         self._on_undecodable(message.topic)
         log.error(
-            "a record cannot be decoded",
+            "a record cannot be used",
             extra={
                 "topic": message.topic,
                 "partition": message.partition,

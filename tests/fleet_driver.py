@@ -105,6 +105,14 @@ class FleetDriver:
     async def worker_left(self) -> None:
         await self._send(topics.EVENTS, 0, Left("worker", 0, self.worker_epoch, "killed by signal 9"))
 
+    async def caught_up(self) -> None:
+        """Returns when all that lies in the followed topics now is in the queues."""
+        ends = await self._consumer.end_offsets(list(self._consumer.assignment()))
+        async with asyncio.timeout(WAIT_S):
+            for partition, end in ends.items():
+                while await self._consumer.position(partition) < end:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
     async def put_tenant(self, name: str, tenant: Tenant | None) -> None:
         value = None if tenant is None else encode(tenant)
         await self._producer.send_and_wait(topics.TENANTS, value, key=name.encode(), partition=0)

@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 import pytest_asyncio
+from openai.types.chat import ChatCompletionMessageParam
 
 from gateway.config import GatewayConfig
 from gateway.service import Gateway
@@ -97,12 +99,14 @@ async def api(api_module: Api) -> AsyncIterator[Api]:
     driver = api_module.driver
     driver.script = serve
     driver.heartbeating = {"admission": True, "worker": True}
-    for queue in (driver.requests, driver.cancellations, driver.queue_cancellations, driver.usage):
-        while not queue.empty():
-            queue.get_nowait()
     yield api_module
     owner = api_module.gateway.serving.owner
     await until(lambda: not owner.open and not api_module.gateway.serving.readers)
+    await asyncio.wait_for(api_module.gateway.serving.outbox.drained(), 10)
+    await driver.caught_up()
+    for queue in (driver.requests, driver.cancellations, driver.queue_cancellations, driver.usage):
+        while not queue.empty():
+            queue.get_nowait()
 
 
 async def ready(client: httpx.AsyncClient) -> None:
@@ -172,6 +176,44 @@ async def test_chat_streams_as_openai_does(api: Api, include_usage: bool) -> Non
         assert usages[-1]["completion_tokens"] == 4  # type: ignore[index]
     else:
         assert all("usage" not in event for event in found)
+
+
+async def test_the_official_client(api: Api) -> None:
+    async with openai.AsyncOpenAI(
+        api_key=KEY, base_url=f"http://127.0.0.1:{api.gateway.port}/v1", max_retries=0
+    ) as client:
+        assert [model.id async for model in client.models.list()] == ["simulated"]
+        asked: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
+        whole = await client.chat.completions.create(model="simulated", messages=asked, max_tokens=5)
+        assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == ("<|use", "length")
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == 5
+        pieces, usage = [], None
+        async for chunk in await client.chat.completions.create(
+            model="simulated",
+            messages=asked,
+            max_tokens=5,
+            stream=True,
+            stream_options={"include_usage": True},
+        ):
+            pieces += [choice.delta.content or "" for choice in chunk.choices]
+            usage = chunk.usage or usage
+        assert "".join(pieces) == "<|use"
+        assert usage is not None
+        assert usage.total_tokens == usage.prompt_tokens + 5
+        with pytest.raises(openai.NotFoundError, match="gpt-9"):
+            await client.chat.completions.create(model="gpt-9", messages=asked)
+
+        async def fail(driver: FleetDriver, request: InferenceRequest) -> None:
+            await driver.tokens(request, 0, [65])
+            await driver.complete(request, 1, "error", "the engine stumbled")
+
+        api.driver.script = fail
+        with pytest.raises(openai.APIError, match="the engine stumbled"):
+            async for _ in await client.chat.completions.create(
+                model="simulated", messages=asked, stream=True
+            ):
+                pass
 
 
 async def test_admission_refuses_with_a_real_status(api: Api) -> None:

@@ -65,6 +65,14 @@ def test_the_newest_record_of_a_tenant_counts() -> None:
     assert (refusal.value.status, refusal.value.code) == (403, "tenant_disabled")
 
 
+def test_a_tier_that_is_no_class_is_refused_and_the_old_record_stays() -> None:
+    book, (key, kept) = TenantBook(), new_key(0)
+    book.put("acme", Tenant("acme", 0, [kept], []))
+    with pytest.raises(ValueError, match=r"acme.*class 7"):
+        book.put("acme", Tenant("acme", 7, [kept], []))
+    assert book.authenticate(bearer(key)).tier == 0
+
+
 @pytest.mark.parametrize(
     "headers",
     [
