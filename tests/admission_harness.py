@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,15 +173,15 @@ class Fleet:
         while time.monotonic() < deadline:
             await self._read()
 
-    def answers(self, request: InferenceRequest, kind: type[Any]) -> list[Any]:
-        """Records of a kind about a request, in order."""
+    def answers(self, request: InferenceRequest, kind: Any) -> list[Any]:
+        """Records of a kind (or several, `A | B`) about a request, in order."""
         return [
             s.value
             for s in self.seen
             if isinstance(s.value, kind) and about(s.value) == (request.request_id, request.attempt)
         ]
 
-    async def answer(self, request: InferenceRequest, kind: type[Any]) -> Any:
+    async def answer(self, request: InferenceRequest, kind: Any) -> Any:
         return (await self.wait_for(lambda: self.answers(request, kind)))[0]
 
     def heartbeat_of_admission(self, slot: int = 0) -> Heartbeat | None:
@@ -281,7 +281,3 @@ async def worker(fleet: Fleet, slot: int, **status: Any) -> AsyncIterator[tuple[
 
 def limits(priority: int = 0, **fields: int) -> list[ClassLimits]:
     return [ClassLimits(priority, **fields)]
-
-
-def settings(**values: Any) -> Mapping[str, str]:
-    return {f"HEADRACE_{name.upper()}": str(value) for name, value in values.items()}

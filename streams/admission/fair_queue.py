@@ -3,8 +3,9 @@
 Start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queuing", SIGCOMM 1996, section 2): the head
 of a tenant's line gets the start tag max(v, finish tag of the tenant's last), its finish tag is
 start + tokens / weight; the smallest start tag is served, and v is the tag last served. A tenant that was
-away gets no credit for it, and one that floods waits behind its own requests only. Tags are given when a
-request comes to the head of its line, so what was cancelled behind it costs its tenant nothing.
+away gets no credit for it, and one that floods waits behind its own requests only. With nobody left
+waiting all begin at the same tag again. Tags are given when a request comes to the head of its line, so
+what was cancelled behind it costs its tenant nothing.
 """
 
 import heapq
@@ -101,7 +102,28 @@ class FairQueue:
         self._uncount(item)
         if item.request.attempt > 1:
             self._retries.remove(item)
-            return
+        else:
+            self._take_first_attempt(item)
+        if self.num_requests == 0:
+            self._end_busy_period()
+
+    def cancel(self, item: QueuedRequest) -> None:
+        """Takes out any request that waits here."""
+        self._uncount(item)
+        self._cancelled += 1
+        if item.request.attempt == 1:
+            self._lines[item.request.tenant].tokens -= item.tokens
+        if self.num_requests == 0:
+            self._end_busy_period()
+        elif self._cancelled > self.num_requests + 1024:
+            self._compact()
+
+    def tenant_tokens(self, tenant: str) -> int:
+        """Tokens of a tenant's first attempts that wait."""
+        line = self._lines.get(tenant)
+        return 0 if line is None else line.tokens
+
+    def _take_first_attempt(self, item: QueuedRequest) -> None:
         line = self._lines[item.request.tenant]
         popped = line.items.popleft()
         if popped is not item or self._heap[0][2] is not line:
@@ -115,20 +137,6 @@ class FairQueue:
             self._enter(line)
         elif len(self._lines) >= self._forget_at:
             self._forget_idle_lines()
-
-    def cancel(self, item: QueuedRequest) -> None:
-        """Takes out any request that waits here."""
-        self._uncount(item)
-        self._cancelled += 1
-        if item.request.attempt == 1:
-            self._lines[item.request.tenant].tokens -= item.tokens
-        if self._cancelled > self.num_requests + 1024:
-            self._compact()
-
-    def tenant_tokens(self, tenant: str) -> int:
-        """Tokens of a tenant's first attempts that wait."""
-        line = self._lines.get(tenant)
-        return 0 if line is None else line.tokens
 
     def _uncount(self, item: QueuedRequest) -> None:
         if not item.waits:
@@ -147,6 +155,13 @@ class FairQueue:
     def _leave(self, line: _Line) -> None:
         heapq.heappop(self._heap)
         line.in_heap = False
+
+    def _end_busy_period(self) -> None:
+        # Nobody waits, so nobody is owed anything (section 2: v becomes the largest finish tag).
+        self._lines.clear()
+        self._heap.clear()
+        self._retries.clear()
+        self._virtual, self._cancelled = 0.0, 0
 
     def _compact(self) -> None:
         self._retries = deque(item for item in self._retries if item.waits)
