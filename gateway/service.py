@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 ROLE = "gateway"
 _LEAVE_S = 5.0
 _GRACEFUL_S = 5
+# Longer than load balancers and SDK pools keep theirs, so that they close first.
+_KEEP_ALIVE_S = 75
 _START_RETRY_S = 0.5
 
 
@@ -78,6 +80,7 @@ class Gateway:
                 log_config=None,
                 server_header=False,
                 proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_GRACEFUL_S,
             )
         )
@@ -198,6 +201,7 @@ class Gateway:
         serving, config = self.serving, self.config
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            serving.heard_at = self._log.heard_at
             newest = serving.view.epoch_of(ROLE, config.slot)
             if newest is not None and newest > serving.owner.epoch:
                 raise SupersededError(f"slot {config.slot} was taken over: epoch {newest} has joined")

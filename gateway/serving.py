@@ -19,9 +19,16 @@ from schemas.records import Completion
 
 log = logging.getLogger(__name__)
 
+# A broker that restarts is back within this; requests queued meanwhile are answered then.
+_DEAF_S = 5.0
+
 
 class Serving:
-    """`outbox` and `owner` are there once the gateway has joined."""
+    """`outbox` and `owner` are there once the gateway has joined.
+
+    `heard_at` is when heartbeats last came from Kafka (monotonic seconds): the log's clock, which judges
+    all others, stands still with the broker.
+    """
 
     outbox: Outbox
     owner: Owner
@@ -35,6 +42,7 @@ class Serving:
         self.models_loaded_at = 0
         self.joined = False
         self.draining = False
+        self.heard_at = 0.0
         self.readers: dict[bytes, Reader] = {}
         self._one_finished = asyncio.Event()
         # Tokenizing lets go of the GIL; two threads keep long prompts from one another.
@@ -47,8 +55,8 @@ class Serving:
         if not self.joined:
             raise ApiError(503, "starting", "this gateway is still starting; try again", None, 1_000)
 
-    def not_ready(self) -> list[str]:
-        """Why a load balancer should not send requests here; empty when it should."""
+    def not_ready(self, now: float) -> list[str]:
+        """Why a load balancer should not send requests here; empty when it should. `now`: monotonic s."""
         if self.draining:
             return ["draining"]
         if not self.joined:
@@ -56,7 +64,7 @@ class Serving:
         found = []
         if not self.models:
             found.append(f"no model in {self.config.models_dir}")
-        if not self.view.may_judge:
+        if now - self.heard_at > _DEAF_S or not self.view.may_judge:
             found.append("its own heartbeats do not come back from Kafka")
         found += [f"no {role} is heard" for role in ("admission", "worker") if not self.view.live(role)]
         return found

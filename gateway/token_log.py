@@ -61,7 +61,7 @@ class TokenLog:
     """Feeds `view` and `tenants`, and the reply partitions' records to the callbacks.
 
     `on_tokens(record, broker time ms, monotonic s)`, `on_record(record, broker time ms)`,
-    `on_undecodable(topic)`.
+    `on_undecodable(topic)`. `heard_at`: when heartbeats last came (monotonic seconds).
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class TokenLog:
         self._on_undecodable = on_undecodable
         self._codec = default_codec()
         self._learned = asyncio.Event()
+        self.heard_at = 0.0
         self._replies = [TopicPartition(topics.TOKENS, p) for p in reply_partitions(slot)]
         self._tokens = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers, **CONSUMER_SETTINGS)
         self._control = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers, **CONSUMER_SETTINGS)
@@ -118,6 +119,7 @@ class TokenLog:
     async def follow_heartbeats(self) -> None:
         while True:
             for messages in await self._poll(self._heartbeats):
+                self.heard_at = time.monotonic()
                 for message in messages:
                     record = await self._decode(message)
                     if isinstance(record, Heartbeat):

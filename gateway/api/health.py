@@ -1,5 +1,7 @@
 """/health/live, /health/ready, /metrics."""
 
+import time
+
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -13,7 +15,7 @@ async def live(serving: Serving, exchange: Exchange) -> None:
 
 
 async def ready(serving: Serving, exchange: Exchange) -> None:
-    reasons = serving.not_ready()
+    reasons = serving.not_ready(time.monotonic())
     if reasons:
         await exchange.respond(503, sse.to_json({"status": "not ready", "reasons": reasons}))
     else:

@@ -37,8 +37,8 @@ async def serve(
 ) -> None:
     """Answers one request, streaming or whole. Raises ApiError for a refusal, ClientGoneError."""
     config = serving.config
+    serving.check_open()  # first: before the tenants are read no key is known
     tenant = serving.tenants.authenticate(exchange.headers)
-    serving.check_open()
     body = await exchange.read_body(config.max_body_bytes, config.body_timeout_s)
     if len(body) <= config.inline_body_bytes:
         prepared = _prepare(serving, body, kind)

@@ -99,6 +99,7 @@ async def api(api_module: Api) -> AsyncIterator[Api]:
     driver = api_module.driver
     driver.script = serve
     driver.heartbeating = {"admission": True, "worker": True}
+    await until(lambda: not api_module.gateway.serving.not_ready(time.monotonic()))
     yield api_module
     owner = api_module.gateway.serving.owner
     await until(lambda: not owner.open and not api_module.gateway.serving.readers)

@@ -1,6 +1,7 @@
 """The gateway when Kafka goes away and comes back, and when its slot is taken."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -46,7 +47,7 @@ async def running(
     gateway, stop = Gateway(config(broker.bootstrap_servers)), asyncio.Event()
     task = asyncio.create_task(gateway.run(stop))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=30) as client:
-        await until(lambda: not gateway.serving.not_ready())
+        await until(lambda: not gateway.serving.not_ready(time.monotonic()))
         yield gateway, task, client
     stop.set()
     await asyncio.wait([task], timeout=30)
@@ -91,14 +92,16 @@ async def test_a_broker_that_goes_and_comes_back(broker: Broker) -> None:
         refused = await client.post("/v1/generate", json=BODY, headers=HEADERS)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "broker_unavailable")
         assert refused.headers["retry-after"]
-        await asyncio.sleep(2)
+        await until(lambda: bool(gateway.serving.not_ready(time.monotonic())))
         assert (await client.get("/health/live")).status_code == 200
+        assert "heartbeats" in (await client.get("/health/ready")).text
         assert not stream.done()
         await broker.start()
         held.set()
         # The stalled broker aged nobody: the stream goes on as if nothing had been.
         answer = await asyncio.wait_for(stream, 20)
         assert '"output_tokens":2' in answer.text
+        await until(lambda: not gateway.serving.not_ready(time.monotonic()))
         after = await client.post("/v1/generate", json=BODY, headers=HEADERS)
         assert (after.status_code, after.json()["text"]) == (200, "HiHiHi")
         # What was refused arrived after all, and its cancel behind it.
@@ -124,6 +127,18 @@ async def test_a_gateway_whose_slot_was_taken_ends_itself(broker: Broker) -> Non
         assert driver.cancellations.empty()
         stop.set()
         await asyncio.wait_for(second_task, 20)
+
+
+async def test_it_can_be_stopped_while_it_waits_for_kafka() -> None:
+    gateway, stop = Gateway(GatewayConfig(kafka="127.0.0.1:1", models="simulated")), asyncio.Event()
+    task = asyncio.create_task(gateway.run(stop))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as client:
+        refused = await client.post("/v1/generate", json=BODY, headers=HEADERS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "starting")
+        assert (await client.get("/health/ready")).status_code == 503
+        assert (await client.get("/metrics")).status_code == 200
+    stop.set()
+    await asyncio.wait_for(task, 10)
 
 
 async def test_without_kafka_it_ends_with_a_clear_message() -> None:
