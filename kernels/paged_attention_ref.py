@@ -1,8 +1,8 @@
 """Attention over a paged KV cache (Kwon et al. 2023, section 4), plain torch.
 
 Prefill chunks and decodes are the same thing: the last `query_len` tokens of a sequence look at all tokens
-up to themselves. Each sequence is computed alone and over its own keys, so its result is a function of its
-own tokens, chunk and blocks' contents, never of what else is in the batch.
+up to themselves. Every token is computed alone over its own keys, so its result is a function of its
+sequence up to itself, bit for bit: not of what else is in the batch, nor of where a chunk begins.
 """
 
 import torch
@@ -29,49 +29,28 @@ def paged_attention_ref(
     tokens, itself counted.
     """
     output = torch.empty_like(query)
+    num_heads, head_dim = query.shape[1:]
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    grouped = query.to(torch.float32).view(len(query), num_kv_heads, num_heads // num_kv_heads, head_dim)
     starts = query_start_loc.tolist()
     for index, seq_len in enumerate(seq_lens.tolist()):
         start, end = starts[index], starts[index + 1]
-        output[start:end] = _attend(
-            query[start:end], key_cache, value_cache, block_tables[index], seq_len, scale, sliding_window
+        offset = seq_len - end  # position of a row in its sequence, less its row number
+        first_block = _oldest_visible(start + offset, sliding_window) // block_size
+        first_key = first_block * block_size
+        blocks = block_tables[index, first_block : -(-seq_len // block_size)]
+        keys, values = (  # [num_kv_heads, num_keys, head_dim]
+            cache.index_select(0, blocks).flatten(0, 1).to(torch.float32).transpose(0, 1)
+            for cache in (key_cache, value_cache)
         )
+        for row in range(start, end):
+            position = row + offset
+            visible = slice(_oldest_visible(position, sliding_window) - first_key, position + 1 - first_key)
+            scores = grouped[row] @ keys[:, visible].transpose(1, 2) * scale
+            attended = scores.softmax(dim=-1) @ values[:, visible]
+            output[row] = attended.view(num_heads, head_dim)
     return output
 
 
-def _attend(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    seq_len: int,
-    scale: float,
-    sliding_window: int | None,
-) -> Tensor:
-    query_len, num_heads, head_dim = query.shape
-    block_size, num_kv_heads = key_cache.shape[1:3]
-    first_query = seq_len - query_len
-    oldest = 0 if sliding_window is None else max(0, first_query - sliding_window + 1)
-    first_block = oldest // block_size
-    blocks = block_table[first_block : -(-seq_len // block_size)].to(torch.int64)
-    first_key = first_block * block_size
-
-    def gather(cache: Tensor) -> Tensor:  # [num_kv_heads, num_keys, head_dim]
-        return cache[blocks].flatten(0, 1)[: seq_len - first_key].to(torch.float32).transpose(0, 1)
-
-    grouped = query.to(torch.float32).view(query_len, num_kv_heads, -1, head_dim).transpose(0, 1)
-    keys, values = gather(key_cache), gather(value_cache)
-    scores = (
-        grouped.flatten(1, 2) @ keys.transpose(1, 2) * scale
-    )  # [num_kv_heads, query_len * group, num_keys]
-    distance = torch.arange(first_query, seq_len)[:, None] - torch.arange(first_key, seq_len)[None, :]
-    hidden = distance < 0
-    if sliding_window is not None:
-        hidden |= distance >= sliding_window
-    hidden = hidden.repeat_interleave(num_heads // num_kv_heads, dim=0)
-    attended = scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1) @ values
-    return (
-        attended.view(num_kv_heads, query_len, -1, head_dim)
-        .transpose(0, 1)
-        .reshape(query.shape)
-        .to(query.dtype)
-    )
+def _oldest_visible(position: int, sliding_window: int | None) -> int:
+    return 0 if sliding_window is None else max(0, position - sliding_window + 1)

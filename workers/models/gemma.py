@@ -163,6 +163,8 @@ class GemmaModel:
             raise GGUFError(f"{gguf.path}: tensor 'token_embd.weight': not in the file")
         self.vocab_size = embedding.shape[0]
         self._embedding = tensor("token_embd.weight", self.vocab_size, config.hidden_size).to(dtype)
+        # A copy in another layout: rows are looked up in the one and all rows multiplied in the other.
+        self._lm_head = Linear(self._embedding, typical_rows=8)
         self._layers = [load_layer(layer) for layer in range(config.num_layers)]
         self._final_norm = tensor("output_norm.weight", config.hidden_size)
         self._cos_sin = {
@@ -174,7 +176,7 @@ class GemmaModel:
     def linears(self) -> list[Linear]:
         """One matrix of each shape that `forward` multiplies with."""
         by_shape = {
-            linear.weight.shape: linear
+            (linear.out_features, linear.in_features): linear
             for layer in self._layers
             for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
         }
@@ -208,8 +210,8 @@ class GemmaModel:
     @property
     def lm_head(self) -> Linear:
         """The output matrix, which is the embedding."""
-        return Linear(self._embedding)
+        return self._lm_head
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [num_rows, hidden_size] from `forward`. Returns fp32 [num_rows, vocab_size]."""
-        return self.lm_head(hidden).to(torch.float32)
+        return self._lm_head(hidden).to(torch.float32)

@@ -12,15 +12,35 @@ from kernels.paged_attention_ref import paged_attention_ref
 from kernels.reshape_and_cache_ref import reshape_and_cache_ref
 
 
-@dataclass(frozen=True, slots=True)
 class Linear:
-    """A matrix without bias. weight: [out_features, in_features]."""
+    """A matrix without bias, kept in the layout that oneDNN multiplies fastest where there is oneDNN.
 
-    weight: Tensor
+    Without packing oneDNN reorders a bf16 matrix in every call: the output matrix of 262,144 × 640 takes
+    41 ms with 1 row and 68 with 32, packed 16 and 21 (Xeon with AMX, 2 threads).
+    """
+
+    def __init__(self, weight: Tensor, typical_rows: int = 1) -> None:
+        """weight: [out_features, in_features]; packed for inputs of `typical_rows`, right for any."""
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self._packed = _can_pack(weight.dtype)
+        if self._packed:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, typical_rows)
+        self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, in_features], converted to the weight's dtype, which the result has too."""
-        return F.linear(x.to(self.weight.dtype), self.weight)
+        """x: [num_rows, in_features], converted to the weight's dtype, which the result has too."""
+        x = x.to(self.dtype)
+        if not self._packed:
+            return F.linear(x, self._weight)
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+        return result
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +82,17 @@ class BatchedAttention:
 
 @dataclass(frozen=True, slots=True)
 class TokenwiseAttention:
-    """The batch-invariant way: every token is a sequence of its own with one query.
+    """The batch-invariant way: what is computed for a token has a shape that only its position gives.
 
-    What is computed for a token then has a shape that only its position gives, whatever is scheduled beside
-    it and however its prompt was cut. The first `len(slot_mapping)` rows are tokens, the rest is padding.
-
-    slot_mapping: [num_tokens]; block_tables: [num_tokens, max_blocks]; seq_lens: [num_tokens], position + 1.
+    The first `len(slot_mapping)` rows are tokens, the rest is padding. The other fields are the arguments of
+    `paged_attention_ref` for these rows.
     """
 
     cache: KVCache
     slot_mapping: Tensor
     block_tables: Tensor
     seq_lens: Tensor
+    query_start_loc: Tensor
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, sliding_window: int | None
@@ -88,7 +107,7 @@ class TokenwiseAttention:
             values,
             self.block_tables,
             self.seq_lens,
-            torch.arange(num_tokens + 1),
+            self.query_start_loc,
             1.0,
             sliding_window,
         )
