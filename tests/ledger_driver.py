@@ -18,6 +18,7 @@ from schemas.records import (
     Left,
     PartitionStatus,
     Rejected,
+    Tenant,
     TokenChunk,
     Tokens,
     Usage,
@@ -40,6 +41,7 @@ class LedgerDriver:
         self.epoch = 0
         self._producer: Any = AIOKafkaProducer(bootstrap_servers=bootstrap, **PRODUCER_SETTINGS)
         self._consumer: Any = AIOKafkaConsumer(bootstrap_servers=bootstrap, **CONSUMER_SETTINGS)
+        self._stops: list[Callable[[], Any]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._lives: dict[tuple[str, int], tuple[int, bytes]] = {}
 
@@ -64,8 +66,8 @@ class LedgerDriver:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._consumer.stop()
-        await self._producer.stop()
+        for stop in [*self._stops, self._consumer.stop, self._producer.stop]:
+            await stop()
 
     async def join_worker(self) -> None:
         """A new life of the worker's slot."""
@@ -77,6 +79,14 @@ class LedgerDriver:
 
     async def send(self, topic: str, partition: int, record: Any) -> Any:
         return await self._producer.send_and_wait(topic, encode(record), partition=partition)
+
+    async def put_tenant(self, tenant: Tenant) -> None:
+        await self._producer.send_and_wait(
+            topics.TENANTS, encode(tenant), key=tenant.name.encode(), partition=0
+        )
+
+    def on_exit(self, stop: Callable[[], Any]) -> None:
+        self._stops.append(stop)
 
     async def send_raw(self, topic: str, value: bytes, partition: int = 0) -> Any:
         return await self._producer.send_and_wait(topic, value, partition=partition)
@@ -173,10 +183,3 @@ async def echo(driver: LedgerDriver, request: InferenceRequest, offset: int) -> 
     await driver.tokens(request, done, ids[:half])
     await driver.tokens(request, done + half, ids[half:])
     await driver.complete(request, request.sampling.max_tokens)
-
-
-async def until(condition: Callable[[], Any], timeout_s: float = 20.0, every_s: float = 0.05) -> None:
-    """Waits for `condition` to be true. Raises TimeoutError."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(every_s)

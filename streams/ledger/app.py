@@ -136,6 +136,9 @@ def main(argv: Sequence[str] = ()) -> int:
         print(f"{ROLE}: slot {config.slot}, {config.shards} shards, brokers {config.kafka}")
         return 0
     logs.configure(ROLE, config.slot, config.log_level)
+    # At INFO they tell of every part that starts or stops.
+    for noisy in ("faust", "mode", "uvicorn.error"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     # By policy, not by runner: Faust's consumer thread makes a loop of its own, which is to be fast too.
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     try:

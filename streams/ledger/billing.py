@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
+import msgspec
+
 from schemas.priority import PriorityClass
 from schemas.records import Usage
 from schemas.topics import check_tenant
@@ -113,9 +115,16 @@ def billed(rows: Iterable[UsageRow]) -> dict[tuple[str, str], UsageRow]:
     return best
 
 
-def columns(rows: Iterable[UsageRow]) -> list[list[object]]:
-    """The rows turned for a column-wise insert, in the order of COLUMNS."""
-    return [list(column) for column in zip(*rows, strict=True)]
+def encode_rows(rows: Iterable[UsageRow]) -> bytes:
+    """ClickHouse's JSONCompactEachRow, fields in the order of COLUMNS."""
+    return b"\n".join(
+        msgspec.json.encode([_timestamp(field) if isinstance(field, datetime) else field for field in row])
+        for row in rows
+    )
+
+
+def _timestamp(when: datetime) -> str:
+    return when.replace(tzinfo=None).isoformat(" ", "milliseconds")
 
 
 def _check(field: str, value: int, low: int, below: int) -> None:

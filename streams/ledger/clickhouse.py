@@ -5,6 +5,7 @@ them in a thread. Handles of one process share the engine, so a long query holds
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import clickhouse_connect
 from chdb._exceptions import ChdbError
 from clickhouse_connect.driver.client import Client
 
-from streams.ledger.billing import COLUMNS, UsageRow, columns
+from streams.ledger.billing import COLUMNS, UsageRow, encode_rows
 from streams.ledger.sql_guard import (
     DATABASE,
     SYNTAX_ERROR,
@@ -109,20 +110,22 @@ class BillingStore:
                 continue
             for statement in statements(sql):
                 self._client.command(statement)
-            self._client.insert(
-                f"{DATABASE}.migrations",
-                [[number, path.name, digest, datetime.now(UTC)]],
-                column_names=["number", "name", "sha256", "applied_at"],
-            )
+            now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+            row = json.dumps([number, path.name, digest, now]).encode()
+            self._insert("migrations", ["number", "name", "sha256", "applied_at"], row)
             applied.append(path.name)
         return applied
 
     def insert(self, rows: Sequence[UsageRow]) -> None:
         """Returns when the rows are on disk. Raises whatever the engine or the network does."""
         if rows:
-            self._client.insert(
-                f"{DATABASE}.usage", columns(rows), column_names=COLUMNS, column_oriented=True
-            )
+            self._insert("usage", COLUMNS, encode_rows(rows))
+
+    def _insert(self, table: str, columns: Sequence[str], rows: bytes) -> None:
+        # As fast as by columns, and unlike it does not import pandas, which takes seconds.
+        self._client.raw_insert(
+            f"{DATABASE}.{table}", column_names=columns, insert_block=rows, fmt="JSONCompactEachRow"
+        )
 
     def close(self) -> None:
         self._client.close()

@@ -1,6 +1,7 @@
 """Billing rows: one per request, whatever arrives in whatever order."""
 
 import dataclasses
+import json
 import random
 
 import pytest
@@ -14,9 +15,8 @@ from streams.ledger.billing import (
     OUTPUT_BITS,
     TIE_BITS,
     BillingError,
-    UsageRow,
     billed,
-    columns,
+    encode_rows,
     row_of,
     version,
 )
@@ -102,10 +102,11 @@ def test_what_cannot_be_billed_names_the_field(field: str, value: object) -> Non
         row_of(make_usage(**{field: value}))
 
 
-def test_columns_follow_the_rows() -> None:
-    rows = [row_of(make_usage()), row_of(make_usage(tenant="other"))]
-    turned = columns(rows)
-    assert len(turned) == len(COLUMNS) == len(UsageRow._fields)
-    assert turned[COLUMNS.index("tenant")] == ["demo", "other"]
-    assert turned[COLUMNS.index("class")] == ["interactive", "interactive"]
-    assert rows[0].accepted_at.isoformat() == "2025-11-29T19:53:20.123000+00:00"
+def test_rows_are_encoded_in_the_order_of_the_columns() -> None:
+    rows = [row_of(make_usage()), row_of(make_usage(tenant="other", slot=None))]
+    lines = [dict(zip(COLUMNS, json.loads(line), strict=True)) for line in encode_rows(rows).splitlines()]
+    assert [line["tenant"] for line in lines] == ["demo", "other"]
+    assert [line["slot"] for line in lines] == [0, None]
+    assert lines[0]["class"] == "interactive"
+    assert lines[0]["accepted_at"] == "2025-11-29 19:53:20.123"
+    assert lines[0]["version"] == rows[0].version
