@@ -21,13 +21,15 @@ class Reply:
 class Assign:
     """Put `dispatch` into the worker's mailbox, then call `Admission.on_dispatched` or `on_dispatch_failed`.
 
-    The worker and its in-flight entry are the router's; `queued_ms` is how long the request waited.
+    The worker and its in-flight entry are the router's; `queued_ms` is how long the request waited, `record`
+    is the request as it lies in inference.requests.
     """
 
     dispatch: Dispatch
     worker: Worker
     in_flight: InFlight
     queued_ms: int
+    record: bytes
     traceparent: str | None = None
 
 

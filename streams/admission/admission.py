@@ -60,9 +60,15 @@ class Admission:
     # Records
 
     def on_request(
-        self, request: InferenceRequest, partition: int, offset: int, traceparent: str | None, now: int
+        self,
+        request: InferenceRequest,
+        record: bytes,
+        partition: int,
+        offset: int,
+        traceparent: str | None,
+        now: int,
     ) -> list[Action]:
-        """A request that `takeover` accepted."""
+        """A request that `takeover` accepted; `record` is what it was decoded from."""
         if invalid := invalid_field(request, partition):
             return [self._refuse(request, Refusal(400, "invalid_request", invalid), traceparent)]
         known = self._memory.get(request.request_id)
@@ -100,6 +106,7 @@ class Admission:
             expected_output_tokens=expected,
             queued_at=now,
             end_at=wait_until(request),
+            record=record,
             traceparent=traceparent,
         )
         queue = self._backlog.append(item, self.tenants.weight(request.tenant))
@@ -235,7 +242,7 @@ class Admission:
         dispatch = Dispatch(worker.slot, worker.epoch, item.expected_output_tokens, request)
         waited = max(0, now - item.queued_at)
         self.decisions.dispatched(item, worker, waited)
-        return Assign(dispatch, worker, entry, waited, item.traceparent)
+        return Assign(dispatch, worker, entry, waited, item.record, item.traceparent)
 
     def _dispatched(self, request: InferenceRequest, slot: int, epoch: int, traceparent: str | None) -> Reply:
         record = Dispatched(

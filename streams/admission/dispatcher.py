@@ -15,6 +15,7 @@ from schemas.records import Rejected
 from streams.admission.actions import Action, Assign, DeadLetter, Reply, reply_to
 from streams.admission.admission import Admission
 from streams.admission.metrics import Metrics
+from streams.admission.splice import encode_dispatch
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Dispatcher:
         to = reply_to(dispatch.request)
         began = time.perf_counter()
         try:
-            value = encode(dispatch)
+            value = encode_dispatch(dispatch, assign.record)
             future = await self._send(topics.PREFILL, value, mailbox, reply_headers(to, assign.traceparent))
         except Exception as error:
             self._failed(assign, error)

@@ -22,7 +22,7 @@ class QueuedRequest:
     """An attempt that waits. `tokens` is its cost: what is to be computed for it, prompt and expected output.
 
     `end_at` and `queued_at` are ms of the epoch; `partition` and `offset` say where in inference.requests
-    it lies.
+    it lies, `record` is the request as it lies there.
     """
 
     request: InferenceRequest
@@ -32,6 +32,7 @@ class QueuedRequest:
     expected_output_tokens: int
     queued_at: int
     end_at: int
+    record: bytes = b""
     traceparent: str | None = None
     waits: bool = True
 

@@ -47,7 +47,7 @@ class Intake:
         headers = [(name, content or b"") for name, content in raw_headers or ()]
         try:
             record = await self._decode(value or b"")
-            actions = self._decide(record, partition, offset, headers)
+            actions = self._decide(record, value or b"", partition, offset, headers)
         except Exception as error:
             if not isinstance(error, CodecError):
                 log.exception("record %d/%d could not be served", partition, offset)
@@ -63,13 +63,13 @@ class Intake:
             await self._catch_up()
             return decode(value)
 
-    def _decide(self, record: Any, partition: int, offset: int, headers: Headers) -> list[Action]:
+    def _decide(self, record: Any, raw: bytes, partition: int, offset: int, headers: Headers) -> list[Action]:
         now = self._clock()
         match record:
             case InferenceRequest():
                 self._metrics.read_requests.inc()
                 trace = traceparent(headers)
-                return self._admission.on_request(record, partition, offset, trace, now)
+                return self._admission.on_request(record, raw, partition, offset, trace, now)
             case Cancellation():
                 self._metrics.read_cancellations.inc()
                 return self._admission.on_cancel(record, now)

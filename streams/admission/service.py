@@ -115,6 +115,9 @@ class AdmissionService:
             tasks.append(task)
             stack.push_async_callback(_cancel, task)
 
+        # Faust loads most of itself when the app is made: before anyone waits for our heartbeats.
+        datadir = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-admission-"))
+        app = kafka.faust_app(Path(datadir), self._on_record, self._on_assigned)
         # 1. HTTP first: whoever waits for us can ask why.
         sock = bind(config.http_host, config.http_port)
         port = sock.getsockname()[1]
@@ -145,8 +148,6 @@ class AdmissionService:
         if config.decision_log:
             spawn("decisions", log_decisions(kafka.decision_producer, self.admission, config.shards))
         # 4. Requests come last: by now all that decides about them is known.
-        datadir = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-admission-"))
-        app = kafka.faust_app(Path(datadir), self._on_record, self._on_assigned)
         stack.push_async_callback(_stop_faust, app)
         async with asyncio.timeout(START_TIMEOUT_S):
             app.finalize()

@@ -14,7 +14,16 @@ from schemas import topics
 from schemas.codec import encode
 from schemas.fleet import join
 from schemas.headers import REASON, ReplyTo, reply_headers, reply_to
-from schemas.records import Admitted, Decision, Dispatch, Dispatched, Heartbeat, Rejected, Usage
+from schemas.records import (
+    Admitted,
+    Decision,
+    Dispatch,
+    Dispatched,
+    Heartbeat,
+    InferenceRequest,
+    Rejected,
+    Usage,
+)
 from tests.admission_harness import (
     LAYOUT,
     AdmissionProcess,
@@ -64,6 +73,28 @@ async def settled(client: Fleet) -> None:
     await client.read_for(0.4)
 
 
+async def send_usage(client: Fleet, request: InferenceRequest, epoch: int, tokens: int) -> None:
+    """What worker 0 writes at the end of a request, half of `tokens` in and half out."""
+    usage = Usage(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        sealed=False,
+        tenant=request.tenant,
+        priority=request.priority,
+        model=request.model,
+        input_tokens=tokens // 2,
+        cached_tokens=0,
+        output_tokens=tokens // 2,
+        finish_reason="stop",
+        accepted_at=request.accepted_at,
+        ended_at=request.accepted_at,
+        slot=0,
+        epoch=epoch,
+    )
+    partition = topics.tenant_partition(request.tenant, request.priority, LAYOUT.shards)
+    await client.producer.send_and_wait(topics.USAGE, encode(usage), partition=partition)
+
+
 async def test_a_request_is_dispatched_before_its_owner_hears_so(client: Fleet) -> None:
     async with worker(client, 0) as (epoch, _):
         await settled(client)
@@ -94,12 +125,7 @@ async def test_over_the_limit_is_refused_until_usage_settles(client: Fleet) -> N
         rejected = await client.answer(second, Rejected)
         assert (rejected.status, rejected.code) == (429, "token_rate_exceeded")
         assert 0 < rejected.retry_after_ms <= 60_000
-        usage = Usage(
-            first.request_id, 1, False, "small", 0, first.model, 1, 0, 1, "stop", first.accepted_at,
-            first.accepted_at, 0, epoch,
-        )  # fmt: skip
-        partition = topics.tenant_partition("small", 0, LAYOUT.shards)
-        await client.producer.send_and_wait(topics.USAGE, encode(usage), partition=partition)
+        await send_usage(client, first, epoch, tokens=2)
         await settled(client)
         await client.send(third)
         await client.answer(third, Dispatched)
@@ -185,6 +211,8 @@ async def test_a_restart_announces_its_takeover_and_skips_what_lies_before(
     """Kills the shared process last, and serves on with a new one in its slot."""
     partition = topics.tenant_partition("demo", 0, LAYOUT.shards)
     before = await client.wait_for(client.heartbeat_of_admission)
+    await client.put_tenant(make_tenant("spent", limits=limits(tokens_per_minute=12_000)))
+    await send_usage(client, make_request(tenant="spent"), epoch=0, tokens=12_000)
     waits = make_request()
     await client.send(waits)  # no worker lives: it is in the queue when the process dies
     await client.answer(waits, Admitted)
@@ -206,6 +234,10 @@ async def test_a_restart_announces_its_takeover_and_skips_what_lies_before(
             after = make_request()
             await client.send(after)
             await client.answer(after, Dispatched)
+            # The minute's usage is known to the new process too.
+            over = make_request(tenant="spent", max_tokens=8_000, end_ms=60_000)
+            await client.send(over)
+            assert (await client.answer(over, Rejected)).status == 429
             # Nothing was dispatched of its own accord: owners send again.
             assert not client.answers(waits, Dispatched)
             assert not client.answers(unseen, Dispatched)
@@ -213,9 +245,12 @@ async def test_a_restart_announces_its_takeover_and_skips_what_lies_before(
             await client.answer(unseen, Dispatched)
         # The one that was stopped wakes, sees a younger epoch in its slot, and goes.
         os.kill(admission.process.pid, signal.SIGCONT)
-        assert await asyncio.to_thread(admission.process.wait, 20) == 3, admission.log_file.read_text()
+        # (Or its group tells it first: then it has failed.)
+        status = await asyncio.to_thread(admission.process.wait, 20)
+        assert status in (1, 3), admission.log_file.read_text()
+        await client.read_for(0.3)
         assert len(client.answers(unseen, Dispatched)) == 1
-        assert successor.stop() == 0, successor.log_file.read_text()
+        assert not client.answers(waits, Dispatched)
     finally:
         successor.kill()
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schemas.codec import decode, encode
 from schemas.records import (
     Admitted,
     Cancellation,
@@ -25,6 +26,7 @@ from streams.admission.actions import Action, Assign, Reply
 from streams.admission.admission import Admission
 from streams.admission.decisions import DecisionLog
 from streams.admission.memory import REMEMBER_MS
+from streams.admission.splice import encode_dispatch
 from streams.admission.waiting import WaitingPolicy
 from tests.admission_harness import make_request, make_status, make_tenant
 
@@ -68,7 +70,7 @@ class Driver:
         self.offset += 1
         partition = request.priority
         assert self.admission.takeover.accept(partition, self.offset)
-        actions = self.admission.on_request(request, partition, self.offset, None, self.now)
+        actions = self.admission.on_request(request, encode(request), partition, self.offset, None, self.now)
         return [type(record) for record in self.carry_out(actions)]
 
     def cancel(self, request: InferenceRequest, **fields: Any) -> list[Any]:
@@ -134,6 +136,7 @@ def test_a_request_goes_at_once_to_a_worker_with_room(driver: Driver) -> None:
     assert reply.record == Dispatched(request.request_id, 1, request.owner_epoch, 0, EPOCH, request.model)
     dispatch = driver.dispatches[-1].dispatch
     assert (dispatch.slot, dispatch.epoch, dispatch.request) == (0, EPOCH, request)
+    assert decode(driver.dispatches[-1].record) == request
 
 
 def test_without_room_it_waits_and_says_where(driver: Driver) -> None:
@@ -210,7 +213,7 @@ def test_refuses(tenant: dict[str, Any], fields: dict[str, Any], expected: tuple
 
 
 def test_a_class_in_a_partition_of_another_is_refused(driver: Driver) -> None:
-    actions = driver.admission.on_request(driver.request(priority=0), 1, 0, None, T0)
+    actions = driver.admission.on_request(driver.request(priority=0), b"", 1, 0, None, T0)
     driver.carry_out(actions)
     assert driver.refusal() == (400, "invalid_request")
     assert "partition 1" in driver.rejections()[-1].message
@@ -265,9 +268,9 @@ def test_sent_again_while_it_waits_it_is_dropped_and_once_dispatched_the_owner_h
 
 def test_sent_again_before_the_ack_it_is_dropped(driver: Driver) -> None:
     request = driver.request()
-    (assign,) = driver.admission.on_request(request, 0, 1, None, driver.now)
+    (assign,) = driver.admission.on_request(request, b"", 0, 1, None, driver.now)
     assert isinstance(assign, Assign)
-    assert driver.admission.on_request(request, 0, 2, None, driver.now) == []
+    assert driver.admission.on_request(request, b"", 0, 2, None, driver.now) == []
     assert [type(r) for r in driver.carry_out(driver.admission.on_dispatched(assign, 0))] == [Dispatched]
 
 
@@ -393,7 +396,7 @@ def test_a_tenants_allowance_of_waiting_tokens() -> None:
 def test_a_failed_dispatch_is_refused_and_may_be_sent_again(driver: Driver) -> None:
     driver.heartbeat(max_num_seqs=1)
     request = driver.request()
-    (assign,) = driver.admission.on_request(request, 0, 1, None, driver.now)
+    (assign,) = driver.admission.on_request(request, b"", 0, 1, None, driver.now)
     assert isinstance(assign, Assign)
     driver.carry_out(driver.admission.on_dispatch_failed(assign, "TimeoutError", driver.now))
     assert driver.refusal() == (503, "dispatch_failed")
@@ -500,3 +503,17 @@ def test_every_request_has_one_outcome_and_nothing_leaks(steps: list[tuple[str, 
         assert driver.admission.limits.num_concurrent("demo", priority) == 0
     assert driver.admission.limits.num_remembered() == 0
     assert len(driver.admission._memory) == 0
+
+
+NUMBERS = st.integers(0, 2**62)
+
+
+@given(NUMBERS, NUMBERS, NUMBERS, st.lists(NUMBERS, max_size=20), st.none() | st.integers(0, 10**6))
+def test_a_spliced_dispatch_has_the_bytes_of_an_encoded_one(
+    slot: int, epoch: int, expected: int, prompt: list[int], start_ms: int | None
+) -> None:
+    request = make_request(prompt_token_ids=prompt, start_ms=start_ms, excluded_slots=[slot])
+    dispatch = Dispatch(slot, epoch, expected, request)
+    assert encode_dispatch(dispatch, encode(request)) == encode(dispatch)
+    # Another version's bytes are not passed on under our schema's name.
+    assert encode_dispatch(dispatch, b"\xc3\x01other---" + encode(request)[10:]) == encode(dispatch)
