@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _SEND_S = 5.0
 _STOP_S = 5.0
 _RETRY_S = 0.2
+_START_RETRY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,9 @@ class Outbox:
         self._unacked = 0
 
     async def start(self) -> None:
+        """Waits for Kafka; the caller sets a deadline."""
         for producer in (self.requests, self._usage, self._heartbeats):
-            await producer.start()
+            await _start(producer)
 
     async def stop(self) -> None:
         """Within seconds even when the broker is away; then what is not acked may be lost, and is logged."""
@@ -156,6 +158,16 @@ class Outbox:
                 self._on_sent(action.owned, future.result().offset)  # type: ignore[attr-defined]
 
         acked.add_done_callback(done)
+
+
+async def _start(producer: AIOKafkaProducer) -> None:
+    while True:
+        try:
+            await producer.start()
+            return
+        except KafkaError as e:
+            log.info("waiting for Kafka", extra={"error": repr(e)})
+            await asyncio.sleep(_START_RETRY_S)
 
 
 def _request_record(owned: OwnedRequest) -> _Record:

@@ -35,7 +35,6 @@ _LEAVE_S = 5.0
 _GRACEFUL_S = 5
 # Longer than load balancers and SDK pools keep theirs, so that they close first.
 _KEEP_ALIVE_S = 75
-_START_RETRY_S = 0.5
 
 
 class SupersededError(RuntimeError):
@@ -140,7 +139,7 @@ class Gateway:
         serving.outbox = Outbox(config.kafka, self._on_sent)
         try:
             async with asyncio.timeout(config.start_timeout_s):
-                await _until_there(serving.outbox.start)
+                await serving.outbox.start()
                 # 1. Ends of the reply partitions before Join: answers to this life lie behind them.
                 await self._log.start()
                 # 2. Nothing of ours is written before its schema.
@@ -246,17 +245,6 @@ class Gateway:
         await self._log.stop()
         if hasattr(self.serving, "outbox"):
             await self.serving.outbox.stop()
-
-
-async def _until_there(start: Any) -> None:
-    """Calls `start` until Kafka answers; the caller sets the deadline."""
-    while True:
-        try:
-            await start()
-            return
-        except KafkaError as e:
-            log.info("waiting for Kafka", extra={"error": repr(e)})
-            await asyncio.sleep(_START_RETRY_S)
 
 
 def _listen(config: GatewayConfig) -> socket.socket:

@@ -28,7 +28,7 @@ from schemas.records import (
 from schemas.topics import Layout
 
 Script = Callable[["FleetDriver", InferenceRequest], Awaitable[None]]
-WAIT_S = 10.0
+WAIT_S = 20.0
 
 
 def worker_status(model: str) -> WorkerStatus:

@@ -370,10 +370,9 @@ async def test_a_silent_worker_is_lost(api: Api) -> None:
         driver.heartbeating["worker"] = False
 
     api.driver.script = fall_silent
-    started = time.monotonic()
     response = await api.generate()
     assert response.json()["error"]["code"] == "worker_lost"
-    assert 0.9 < time.monotonic() - started < 4
+    assert "silent" in response.json()["error"]["message"]
     assert (await api.driver.next_usage()).sealed
 
 

@@ -129,6 +129,20 @@ async def test_a_gateway_whose_slot_was_taken_ends_itself(broker: Broker) -> Non
         await asyncio.wait_for(second_task, 20)
 
 
+async def test_it_may_be_started_before_kafka(broker: Broker) -> None:
+    bootstrap_servers = broker.bootstrap_servers
+    await broker.stop()
+    gateway, stop = Gateway(config(bootstrap_servers)), asyncio.Event()
+    task = asyncio.create_task(gateway.run(stop))
+    await asyncio.sleep(1)
+    assert not gateway.serving.joined
+    await broker.start()
+    assert broker.bootstrap_servers == bootstrap_servers
+    await until(lambda: gateway.serving.joined)
+    stop.set()
+    await asyncio.wait_for(task, 20)
+
+
 async def test_it_can_be_stopped_while_it_waits_for_kafka() -> None:
     gateway, stop = Gateway(GatewayConfig(kafka="127.0.0.1:1", models="simulated")), asyncio.Event()
     task = asyncio.create_task(gateway.run(stop))
