@@ -104,14 +104,13 @@ async def test_a_dispatch_gives_tokens_then_usage_then_completion(client: FleetC
 async def test_one_record_carries_a_step_of_all_requests_of_a_partition(
     client: FleetClient, epoch: int
 ) -> None:
-    requests = [make_inference_request(max_tokens=40) for _ in range(8)]
-    for request in requests:
-        await client.dispatch(SLOT, epoch, request)
+    requests = [make_inference_request(max_tokens=200) for _ in range(8)]
+    await asyncio.gather(*(client.dispatch(SLOT, epoch, request) for request in requests))
     for request in requests:
         await client.end(request)
-        assert client.tokens(request) == expected_tokens(request, 40)
+        assert client.tokens(request) == expected_tokens(request, 200)
     records = client.values(Tokens)
-    assert len(records) < 8 * 40 / 2
+    assert len(records) < 8 * 200 / 2
     assert max(len(r.chunks) for r in records) == 8
 
 
