@@ -135,12 +135,9 @@ class TokenLog:
 
     async def _read_control(self) -> None:
         partitions = [_SCHEMAS, _TENANTS]
-        self._control.assign([*partitions, _EVENTS])
         ends = await self._control.end_offsets([*partitions, _EVENTS])
         beginnings = await self._control.beginning_offsets(partitions)
-        self._control.seek(_EVENTS, ends[_EVENTS])
-        for partition in partitions:
-            self._control.seek(partition, beginnings[partition])
+        self._assign_at(self._control, {**beginnings, _EVENTS: ends[_EVENTS]})
         # Schemas first: a tenant's record may be of a newer writer.
         for partition in partitions:
             while await self._control.position(partition) < ends[partition]:
@@ -149,8 +146,12 @@ class TokenLog:
                         self._on_control(message)
 
     async def _follow_from_end(self, consumer: AIOKafkaConsumer, partitions: list[TopicPartition]) -> None:
-        consumer.assign(partitions)
-        for partition, offset in (await consumer.end_offsets(partitions)).items():
+        self._assign_at(consumer, await consumer.end_offsets(partitions))
+
+    def _assign_at(self, consumer: AIOKafkaConsumer, offsets: dict[TopicPartition, int]) -> None:
+        # With nothing awaited in between: a partition without a place is an error to the consumer.
+        consumer.assign(list(offsets))
+        for partition, offset in offsets.items():
             consumer.seek(partition, offset)
 
     def _on_control(self, message: ConsumerRecord) -> None:

@@ -14,6 +14,7 @@ from schemas.records import ClassLimits, Tenant
 from schemas.topics import Layout
 
 TIMEOUT_S = 30.0
+_FROM_THE_BEGINNING = {**CONSUMER_SETTINGS, "auto_offset_reset": "earliest"}
 
 
 class TenantError(ValueError):
@@ -25,11 +26,10 @@ async def read_tenants(kafka: str) -> dict[str, Tenant]:
     tenants: dict[str, Tenant] = {}
     partition = TopicPartition(topics.TENANTS, 0)
     async with asyncio.timeout(TIMEOUT_S):
-        consumer = AIOKafkaConsumer(bootstrap_servers=kafka, **CONSUMER_SETTINGS)
+        consumer = AIOKafkaConsumer(bootstrap_servers=kafka, **_FROM_THE_BEGINNING)
         try:
             await consumer.start()
             consumer.assign([partition])
-            await consumer.seek_to_beginning(partition)
             end = (await consumer.end_offsets([partition]))[partition]
             while await consumer.position(partition) < end:
                 for record in (await consumer.getmany(timeout_ms=500)).get(partition, []):
