@@ -1,19 +1,22 @@
 """What comes in: dispatches to this slot, cancellations, and news of the slot itself."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 
 from schemas import headers, topics
-from schemas.codec import CodecError, decode
+from schemas.codec import CodecError, UnknownSchemaError, decode, default_codec
 from schemas.headers import ReplyTo
 from schemas.priority import PriorityClass
 from schemas.records import Cancellation, Dispatch, Join
 
 log = logging.getLogger(__name__)
+
+_SCHEMAS_S = 2.0
 
 
 class SupersededError(RuntimeError):
@@ -35,7 +38,8 @@ class Receiver(Protocol):
 
 
 class Mailbox:
-    """Reads the slot's prefill partitions, all cancellations and the fleet's events, assigned by hand.
+    """Reads the slot's prefill partitions, all cancellations, the fleet's events and the schemas of all who
+    write, assigned by hand.
 
     One consumer for all: whatever comes first ends the one fetch that waits at the broker.
     """
@@ -48,20 +52,24 @@ class Mailbox:
             TopicPartition(topics.CANCELLATIONS, p) for p in range(shards * topics.NUM_CLASSES)
         ]
         self._events = TopicPartition(topics.EVENTS, 0)
+        self._schemas = TopicPartition(topics.SCHEMAS, 0)
         self._takes_dispatches = True
 
     async def open(self) -> tuple[int, ...]:
-        """Takes up its places at the ends of all partitions; returns those of the dispatches, by class.
+        """Learns the schemas that there are and takes up its places at the ends of the other partitions;
+        returns those of the dispatches, by class.
 
         To be called before Join: what is dispatched to the new epoch lies behind these offsets.
         """
         partitions = [*self._prefill, *self._cancellations, self._events]
-        ends = await self._consumer.end_offsets(partitions)
+        beginning = await self._consumer.beginning_offsets([self._schemas])
+        places = beginning | await self._consumer.end_offsets(partitions)
         # Nothing may run between these lines: a partition without a place is an error to the consumer.
-        self._consumer.assign(partitions)
-        for partition, end in ends.items():
-            self._consumer.seek(partition, end)
-        return tuple(ends[partition] for partition in self._prefill)
+        self._consumer.assign(list(places))
+        for partition, offset in places.items():
+            self._consumer.seek(partition, offset)
+        await self._catch_up_with_schemas()
+        return tuple(places[partition] for partition in self._prefill)
 
     def close_door(self) -> None:
         """No more dispatches are read; cancellations and events still are."""
@@ -76,26 +84,25 @@ class Mailbox:
         """
         while True:
             fetched = await self._consumer.getmany(timeout_ms=1000)
-            # Cancellations first: one that came with its dispatch saves the prefill.
-            for partition, records in sorted(
-                fetched.items(), key=lambda item: item[0].topic != topics.CANCELLATIONS
-            ):
+            for partition, records in sorted(fetched.items(), key=_reading_order):
                 if partition.topic == topics.PREFILL:
-                    self._read_dispatches(partition, records, receiver)
+                    await self._read_dispatches(partition, records, receiver)
                 elif partition.topic == topics.CANCELLATIONS:
-                    self._read_cancellations(records, receiver)
+                    await self._read_cancellations(records, receiver)
+                elif partition.topic == topics.SCHEMAS:
+                    _learn(records)
                 else:
-                    self._read_events(records, epoch)
+                    await self._read_events(records, epoch)
             await asyncio.sleep(0)  # getmany does not yield while it has records at hand
 
-    def _read_dispatches(
+    async def _read_dispatches(
         self, partition: TopicPartition, records: Sequence[ConsumerRecord], receiver: Receiver
     ) -> None:
         if not self._takes_dispatches:
             return
         for record in records:
             try:
-                dispatch = decode(record.value or b"")
+                dispatch = await self._decode(record)
                 if not isinstance(dispatch, Dispatch):
                     raise CodecError(f"a {type(dispatch).__name__} record in a mailbox for dispatches")
             except CodecError as error:
@@ -104,20 +111,20 @@ class Mailbox:
                 receiver.on_dispatch(dispatch, headers.traceparent(record.headers))
         receiver.on_read(topics.priority_of(partition.partition), records[-1].offset + 1)
 
-    def _read_cancellations(self, records: Sequence[ConsumerRecord], receiver: Receiver) -> None:
+    async def _read_cancellations(self, records: Sequence[ConsumerRecord], receiver: Receiver) -> None:
         for record in records:
             try:
-                cancellation = decode(record.value or b"")
+                cancellation = await self._decode(record)
             except CodecError as error:
                 log.warning("a cancellation cannot be decoded", extra=_where(record, error))
                 continue
             if isinstance(cancellation, Cancellation):
                 receiver.on_cancellation(cancellation)
 
-    def _read_events(self, records: Sequence[ConsumerRecord], epoch: int) -> None:
+    async def _read_events(self, records: Sequence[ConsumerRecord], epoch: int) -> None:
         for record in records:
             try:
-                event = decode(record.value or b"")
+                event = await self._decode(record)
             except CodecError as error:
                 log.warning("a fleet event cannot be decoded", extra=_where(record, error))
                 continue
@@ -129,6 +136,36 @@ class Mailbox:
                 raise SupersededError(
                     f"epoch {record.offset} has joined in slot {self._slot}, this is {epoch}"
                 )
+
+    async def _decode(self, record: ConsumerRecord) -> Any:
+        value = record.value or b""
+        try:
+            return decode(value)
+        except UnknownSchemaError:
+            # A newer writer's. It said its schemas before, but on another partition: that may be behind.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SCHEMAS_S):
+                    await self._catch_up_with_schemas()
+            return decode(value)
+
+    async def _catch_up_with_schemas(self) -> None:
+        end = (await self._consumer.end_offsets([self._schemas]))[self._schemas]
+        while await self._consumer.position(self._schemas) < end:
+            for records in (await self._consumer.getmany(self._schemas, timeout_ms=100)).values():
+                _learn(records)
+
+
+def _reading_order(item: tuple[TopicPartition, object]) -> int:
+    """Schemas first, others need them. Cancellations before their dispatches: that saves the prefill."""
+    return {topics.SCHEMAS: 0, topics.CANCELLATIONS: 1}.get(item[0].topic, 2)
+
+
+def _learn(records: Sequence[ConsumerRecord]) -> None:
+    for record in records:
+        try:
+            default_codec().learn((record.value or b"").decode(errors="replace"))
+        except CodecError as error:
+            log.warning("a schema in control.schemas is of no use", extra=_where(record, error))
 
 
 def _where(record: ConsumerRecord, error: CodecError) -> dict[str, object]:

@@ -1,17 +1,23 @@
 """One worker process with the simulated runner against a real broker."""
 
 import asyncio
+import io
+import json
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
 
 import pytest
+from fastavro import parse_schema, schemaless_writer
+from fastavro.schema import fingerprint, to_parsing_canonical_form
 
 from infra.local.broker import Broker
 from infra.topics.create import create_topics
 from schemas import topics
 from schemas.headers import REASON, ReplyTo, reply_headers
-from schemas.records import Completion, Heartbeat, InferenceRequest, Left, Tokens
+from schemas.records import Completion, Dispatch, Heartbeat, InferenceRequest, Left, Tokens
 from tests.worker_harness import (
     LAYOUT,
+    ROOT,
     FleetClient,
     WorkerProcess,
     fleet_client,
@@ -242,6 +248,26 @@ async def test_what_cannot_be_decoded_is_refused_to_its_owner_and_kept(
     fence = make_inference_request()
     await client.dispatch(SLOT, epoch, fence)
     await client.end(fence)
+
+
+async def test_a_newer_writers_dispatch_is_taken_once_its_schema_is_known(
+    client: FleetClient, epoch: int
+) -> None:
+    schema = json.loads((ROOT / "schemas" / "avro" / "Dispatch.avsc").read_text())
+    schema["fields"].append({"name": "lane", "type": "string", "default": "", "doc": "Not known here."})
+    parsed = parse_schema(schema)
+    digest = bytes.fromhex(fingerprint(to_parsing_canonical_form(parsed), "CRC-64-AVRO"))
+    request = make_inference_request(max_tokens=7)
+    body = io.BytesIO()
+    schemaless_writer(body, parsed, {**asdict(Dispatch(SLOT, epoch, 7, request)), "lane": "left"})
+    await client.producer.send_and_wait(
+        topics.SCHEMAS, json.dumps(schema).encode(), key=digest.hex().encode(), partition=0
+    )
+    await client.producer.send_and_wait(
+        topics.PREFILL, b"\xc3\x01" + digest + body.getvalue(), partition=topics.partition(SLOT, 0)
+    )
+    await client.end(request)
+    assert client.tokens(request) == expected_tokens(request, 7)
 
 
 async def test_heartbeats_come_every_100_ms_and_count_what_was_read(client: FleetClient, epoch: int) -> None:
