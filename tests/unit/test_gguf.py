@@ -60,6 +60,16 @@ def test_metadata_and_tensors_are_what_was_written(sample: Path) -> None:
     np.testing.assert_array_equal(arrays["q8"], dequantize(Q8, GGMLQuantizationType.Q8_0))
 
 
+@pytest.mark.parametrize("rows_at_once", [1, 2, 4, 6, 100])
+@pytest.mark.parametrize("name", ["f32", "f16", "q8"])
+def test_a_matrix_in_pieces_is_the_matrix(sample: Path, name: str, rows_at_once: int) -> None:
+    with GGUFFile(sample) as gguf:
+        pieces = list(gguf.dequantize_rows(name, rows_at_once))
+        whole = gguf.dequantize(name)
+    assert all(len(piece) <= rows_at_once for piece in pieces)
+    np.testing.assert_array_equal(np.concatenate(pieces), whole)
+
+
 def edit(path: Path, change: Callable[[bytearray], None]) -> None:
     data = bytearray(path.read_bytes())
     change(data)

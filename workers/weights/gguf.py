@@ -261,22 +261,40 @@ class GGUFFile:
 
         Raises GGUFError when there is no such tensor or its quantization has no dequantizer.
         """
+        return self._dequantize(self.info(name), 0, None).reshape(self.info(name).shape)
+
+    def dequantize_rows(self, name: str, rows_at_once: int) -> Iterator[npt.NDArray[np.float32]]:
+        """A matrix in pieces of at most `rows_at_once` rows, so that all of it in fp32 is never in memory.
+
+        Raises as `dequantize` does, and GGUFError for a tensor that is not a matrix.
+        """
+        info = self.info(name)
+        if len(info.shape) != 2:
+            raise GGUFError(f"{self.path}: tensor {name!r}: shape {info.shape} is not a matrix")
+        for start in range(0, info.shape[0], rows_at_once):
+            yield self._dequantize(info, start, start + rows_at_once)
+
+    def info(self, name: str) -> TensorInfo:
+        """The tensor's entry. Raises GGUFError when there is none."""
         info = self.tensors.get(name)
         if info is None:
             raise GGUFError(f"{self.path}: tensor {name!r}: not in the file")
+        return info
+
+    def _dequantize(self, info: TensorInfo, start: int, stop: int | None) -> npt.NDArray[np.float32]:
+        """Rows `start` to `stop` of the tensor seen as a matrix of its last dimension."""
         raw = np.frombuffer(self._data, np.uint8, info.num_bytes, info.offset)
         block_elements, block_bytes = GGML_QUANT_SIZES[info.quantization]
         row = info.shape[-1] if info.shape else 1
-        rows = raw.reshape(-1, row // block_elements * block_bytes) if info.num_bytes else raw
+        rows = raw.reshape(-1, row // block_elements * block_bytes)[start:stop] if info.num_bytes else raw
         try:
             values: npt.NDArray[np.float32] = dequantize(rows, info.quantization)
         except NotImplementedError as error:
             raise GGUFError(
-                f"{self.path}: tensor {name!r}: no dequantizer for {info.quantization.name}"
+                f"{self.path}: tensor {info.name!r}: no dequantizer for {info.quantization.name}"
             ) from error
-        if np.may_share_memory(values, raw):  # fp32 is not decoded; no array may outlive the mapping
-            values = values.copy()
-        return values.reshape(info.shape)
+        # fp32 is not decoded; no array may outlive the mapping.
+        return values.copy() if np.may_share_memory(values, raw) else values
 
     def close(self) -> None:
         """Unmaps the file. `metadata` and `tensors` stay."""
