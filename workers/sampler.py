@@ -5,7 +5,6 @@ tokens so far. So a resumed request draws what the lost run would have drawn, an
 the rows beside it. One number a row is enough: the token is found by inverting the cumulative distribution.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -48,7 +47,8 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
 
     logits: fp32 [num_rows, vocab_size]; -inf excludes a token. positions: output tokens so far, by row.
     Temperature 0 (or below 1e-5) is greedy: the lowest id among equals. top_k 0 or above the vocabulary is
-    off, top_p 1 is off; top-p applies to what top-k left.
+    off, top_p 1 is off; top-p applies to what top-k left. Values outside their range are for who takes
+    requests to refuse; here they mean the nearest sensible thing, for a step has many requests in it.
 
     Raises RuntimeError when a row has NaN or +inf, or nothing but -inf: the model's output is broken.
     """
@@ -66,7 +66,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
         if row_params.temperature >= _LOWEST_TEMPERATURE:
             # One row at a time: a vectorized exp may round differently where threads split a larger
             # tensor, and then rows would depend on their mates.
-            scaled = (logits[row] - maxima[row]) / row_params.temperature
+            scaled = (logits[row] - maxima[row]).div_(row_params.temperature)
             tokens[row] = _sample_row(scaled, row_params, uniform(row_params.seed, position))
     return tokens
 
@@ -81,7 +81,7 @@ def _sample_row(scaled: Tensor, params: SamplingParams, threshold: float) -> int
     elif params.top_p < 1:
         weights, token_ids = _largest(scaled, params.top_p)
     else:
-        return _invert_chunked(scaled.exp(), threshold)
+        return _invert_chunked(scaled.exp_(), threshold)
     return int(token_ids[_invert(weights, threshold)])
 
 
@@ -114,23 +114,15 @@ def _invert(weights: Tensor, threshold: float) -> int:
 
 def _invert_chunked(weights: Tensor, threshold: float) -> int:
     """As `_invert` for fp32 weights of a whole vocabulary, without a cumulative sum over all of it."""
-    chunks = F.pad(weights, (0, -len(weights) % _CHUNK)).view(-1, _CHUNK)
-    cumulative = chunks.sum(dim=1, dtype=torch.float64).cumsum(0)
+    if len(weights) % _CHUNK:
+        weights = F.pad(weights, (0, -len(weights) % _CHUNK))
+    chunks = weights.view(-1, _CHUNK)
+    cumulative = chunks.sum(dim=1).to(torch.float64).cumsum(0)
     target = threshold * cumulative[-1].item()
     chunk = min(int(torch.searchsorted(cumulative, target, right=True)), len(chunks) - 1)
     before = cumulative[chunk - 1].item() if chunk else 0.0
     inside = chunks[chunk].to(torch.float64).cumsum(0)
     index = int(torch.searchsorted(inside, target - before, right=True))
-    if index == _CHUNK:  # the two sums differ in their last bits: the last token that has a weight
+    if index == _CHUNK:  # the sums differ in their last bits: the last token of the chunk that has a weight
         index = int(chunks[chunk].nonzero()[-1])
     return chunk * _CHUNK + index
-
-
-def validate(params: SamplingParams) -> None:
-    """Raises ValueError that names the first field that `sample` cannot work with."""
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise ValueError(f"temperature must be a number from 0 on, got {params.temperature}")
-    if params.top_k < 0:
-        raise ValueError(f"top_k must be 0 (off) or more, got {params.top_k}")
-    if not 0 < params.top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, got {params.top_p}")
