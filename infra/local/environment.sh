@@ -3,6 +3,9 @@
 #
 #   HEADRACE_PYTHON   the interpreter to use; else python3.12, python3.11, python3 or python, the first that fits
 
+# Some environments forbid bytecode; every process of a stack would compile all it imports again.
+unset PYTHONDONTWRITEBYTECODE
+
 headrace_say() { printf 'headrace: %s\n' "$*" >&2; }
 headrace_fail() { headrace_say "$*"; exit 1; }
 
