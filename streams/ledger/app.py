@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from streams.ledger.coordinator import ShardClients
 from streams.ledger.followers import ROLE, SupersededError
 from streams.ledger.results import ResultWriter
 from streams.ledger.service import Kafka, LedgerService, OnAssigned, OnBatch
+from streams.ledger.sql_endpoint import SQL_THREADS
 
 log = logging.getLogger("streams.ledger")
 
@@ -82,6 +84,8 @@ def make_faust_app(config: LedgerConfig, datadir: Path, on_batch: OnBatch, on_as
         # While an insert fails nothing is acked, for as long as that lasts: that is no livelock.
         broker_commit_livelock_soft_timeout=86_400.0,
         stream_processing_timeout=86_400.0,
+        # Neither a stop nor a rebalance waits for a failing insert: what was not acked is read again.
+        stream_wait_empty=False,
         consumer_auto_offset_reset="earliest",
         consumer_max_fetch_size=8 << 20,
         topic_disable_leader=True,
@@ -141,12 +145,17 @@ def main(argv: Sequence[str] = ()) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # By policy, not by runner: Faust's consumer thread makes a loop of its own, which is to be fast too.
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    status = 0
     try:
         asyncio.run(serve(config))
     except SupersededError as error:
         log.error("stopped: %s", error)
-        return EXIT_SUPERSEDED
+        status = EXIT_SUPERSEDED
     except Exception as error:
         log.exception("failed: %s", error)
-        return EXIT_FAILED
-    return 0
+        status = EXIT_FAILED
+    if any(thread.name.startswith(SQL_THREADS) for thread in threading.enumerate()):
+        # A query that still runs can only be waited for. All that counts is on disk by now.
+        logging.shutdown()
+        os._exit(status)
+    return status

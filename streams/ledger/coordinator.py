@@ -109,6 +109,8 @@ class ShardCoordinator:
                 group.create_task(self._flush_answers())
                 group.create_task(self._tick())
                 group.create_task(self._watch_sends())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
         finally:
             self.ready = False
             BATCH_OPEN.labels(str(self._settings.shard)).set(0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka.errors import ProducerFenced
 
 from schemas import topics
 from schemas.fleet import PRODUCER_SETTINGS
@@ -29,14 +30,19 @@ class OutRecord:
     headers: Headers
 
 
+class FencedError(RuntimeError):
+    """Another process has the shard now."""
+
+
 class ResultWriter:
     """The transactional producer of one coordinator shard. Its start fences whoever had the shard before."""
 
     def __init__(self, kafka: str, shard: int) -> None:
+        self._id = f"headrace-batch-{shard}"
         self._producer = AIOKafkaProducer(
             bootstrap_servers=kafka,
             client_id=f"ledger-results-{shard}",
-            transactional_id=f"headrace-batch-{shard}",
+            transactional_id=self._id,
             transaction_timeout_ms=int(FLUSH_TIMEOUT_S * 1000) * 2,
             **{k: v for k, v in PRODUCER_SETTINGS.items() if k != "enable_idempotence"},
         )
@@ -51,19 +57,25 @@ class ResultWriter:
         """All of `records` and the group's `offsets` (to (offset, metadata) by topic and partition), or none.
 
         What it raises leaves open whether they are there: only a new writer's start, and the offsets it
-        then finds committed, tell.
+        then finds committed, tell. FencedError says that another has started.
         """
         producer: Any = self._producer
-        async with asyncio.timeout(FLUSH_TIMEOUT_S), producer.transaction():
-            sent = [
-                await producer.send(r.topic, value=r.value, key=r.key, partition=0, headers=r.headers)
-                for r in records
-            ]
-            await producer.send_offsets_to_transaction(
-                {TopicPartition(*tp): value for tp, value in offsets.items()}, GROUP
-            )
-            for future in sent:
-                await future
+        # A failure aborts nothing here, which could hang: the next writer's start does.
+        try:
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                await producer.begin_transaction()
+                sent = [
+                    await producer.send(r.topic, value=r.value, key=r.key, partition=0, headers=r.headers)
+                    for r in records
+                ]
+                await producer.send_offsets_to_transaction(
+                    {TopicPartition(*tp): value for tp, value in offsets.items()}, GROUP
+                )
+                for future in sent:
+                    await future
+                await producer.commit_transaction()
+        except ProducerFenced as e:
+            raise FencedError(f"another ledger has begun with {self._id}") from e
 
     async def stop(self) -> None:
         try:

@@ -198,7 +198,7 @@ class LedgerService:
     async def _serve_sql(self, folder: Path, stack: AsyncExitStack, tasks: list[asyncio.Task[Any]]) -> None:
         config = self.config
         engine = await asyncio.to_thread(ReadOnlyEngine, folder)
-        endpoint = SqlEndpoint(engine, config.query_limits(), config.sql_concurrent)
+        endpoint = SqlEndpoint(engine, config.query_limits(), config.sql_concurrent, config.http_host)
         stack.callback(endpoint.close)
         sock = bind(config.http_host, config.sql_port)
         log.info("read-only SQL", extra={"port": sock.getsockname()[1]})

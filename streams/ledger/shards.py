@@ -8,6 +8,7 @@ from schemas import topics
 from schemas.priority import PriorityClass
 from schemas.records import Tenant
 from streams.ledger.coordinator import ShardCoordinator
+from streams.ledger.results import FencedError
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,10 @@ class Shards:
             began = asyncio.get_running_loop().time()
             try:
                 await coordinator.run()
+            except FencedError as e:
+                # By whom is to have it. If that is us after all, the assignment will still say so then.
+                log.warning("coordinator shard lost", extra={"shard": shard, "reason": str(e)})
+                wait_s = _MAX_RESTART_S
             except Exception as e:
                 if asyncio.get_running_loop().time() - began > _MAX_RESTART_S:
                     wait_s = _FIRST_RESTART_S

@@ -1,7 +1,7 @@
 """Read-only SQL in ClickHouse's HTTP protocol: for curl, dashboards and ClickHouse's own clients.
 
 `GET /?query=…`, or the query as the body of a POST (behind `?query=`, where both are given). Errors come
-back with ClickHouse's text and X-ClickHouse-Exception-Code. There are no users: it binds to loopback.
+back with ClickHouse's text and X-ClickHouse-Exception-Code. There are no users: keep it on loopback.
 """
 
 import asyncio
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -21,6 +23,8 @@ from streams.ledger.metrics import SQL_QUERIES
 from streams.ledger.sql_guard import DATABASE, READONLY, SYNTAX_ERROR, UNKNOWN_DATABASE, SqlRefusedError
 
 MAX_QUERY_BYTES = 256 << 10
+SQL_THREADS = "sql-query"
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 _BUSY_WAIT_S = 1.0
 _DEADLINE_GRACE_S = 5.0
 _TIMEOUT, _TOO_MANY_QUERIES, _UNKNOWN_SETTING = 159, 202, 115
@@ -85,16 +89,20 @@ class _Query:
 class SqlEndpoint:
     """At most `concurrent` queries at once, in threads of their own, so that billing never waits here."""
 
-    def __init__(self, engine: ReadOnlyEngine, limits: QueryLimits, concurrent: int) -> None:
+    def __init__(self, engine: ReadOnlyEngine, limits: QueryLimits, concurrent: int, host: str) -> None:
+        """`host` is the address it will be bound to."""
         self._engine = engine
         self._limits = limits
-        self._threads = ThreadPoolExecutor(concurrent, thread_name_prefix="sql")
+        self._threads = ThreadPoolExecutor(concurrent, thread_name_prefix=SQL_THREADS)
         self._free = asyncio.Semaphore(concurrent)
+        # A web page must not reach a loopback port under a name of its own (DNS rebinding).
+        hosts = list(_LOOPBACK) if host in _LOOPBACK else ["*"]
         self.app = Starlette(
             routes=[
                 Route("/ping", self._ping, methods=["GET"]),
                 Route("/", self._serve, methods=["GET", "POST"]),
-            ]
+            ],
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
         )
 
     def close(self) -> None:
