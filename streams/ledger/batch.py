@@ -30,6 +30,7 @@ from schemas.records import (
 )
 from schemas.stream_state import RETRYABLE_FINISHES, Effect, ReplyRecord, Run, StreamState
 from schemas.topics import partition
+from streams.ledger.batch_actions import Action, AdmissionOffsets, Answer, Append, CancelRun, SendRequest
 from streams.ledger.batch_outcome import EXPIRED, Outcome, finished, refused, refused_for_now, sealed_usage
 from streams.ledger.batch_records import BatchItem, Source, encode_answer, encode_error
 from streams.ledger.open_request import FIRST_BACKOFF_MS, OpenRequest, Phase
@@ -44,46 +45,6 @@ MAX_RESENDS = 3
 EXPIRY_GRACE_MS = 60_000
 REMEMBERED = 2_000
 RECOVERED_MS = 600_000
-
-
-@dataclass(frozen=True, slots=True)
-class SendRequest:
-    """To inference.requests; `on_sent` wants the offset."""
-
-    request: InferenceRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Append:
-    """To the shard's reply partition."""
-
-    record: Retry | Failed | Claim
-
-
-@dataclass(frozen=True, slots=True)
-class CancelRun:
-    record: Cancellation
-
-
-Action = SendRequest | Append | CancelRun
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One record for batch.results. `seal` must be acked before it goes out."""
-
-    source: Source
-    value: bytes
-    ok: bool
-    seal: Usage | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionOffsets:
-    """What admission says of one partition of inference.requests."""
-
-    takeover: int
-    read: int
 
 
 @dataclass(slots=True)

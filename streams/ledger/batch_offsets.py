@@ -1,7 +1,7 @@
 """What admission's heartbeats say of the partitions of inference.requests. Pure."""
 
 from schemas.fleet import FleetView
-from streams.ledger.batch import AdmissionOffsets
+from streams.ledger.batch_actions import AdmissionOffsets
 
 
 def admission_offsets(fleet: FleetView) -> dict[int, AdmissionOffsets]:

@@ -21,14 +21,15 @@ from clickhouse_connect.driver.client import Client
 from streams.ledger.billing import COLUMNS, UsageRow, encode_rows
 from streams.ledger.sql_guard import (
     DATABASE,
+    READONLY,
     SYNTAX_ERROR,
-    Permissions,
+    UNKNOWN_FORMAT,
     SqlRefusedError,
     check_tree,
     check_without_tree,
-    permissions,
     text_to_parse,
 )
+from streams.ledger.sql_permissions import Permissions, permissions
 
 CHDB_SCHEME = "chdb://"
 _MIGRATION_NAME = re.compile(r"(?P<number>\d{3})_\w+\.sql")
@@ -186,7 +187,7 @@ class ReadOnlyEngine:
         read-only for the engine too, and whose limits can no longer be changed.
         """
         if default_format not in self._permissions.formats:
-            raise SqlRefusedError(73, f"Unknown format {default_format}")
+            raise SqlRefusedError(UNKNOWN_FORMAT, f"Unknown format {default_format}")
         handle = chdb.connect(self._folder)
         try:
             _run(handle, f"USE {DATABASE}")
@@ -215,7 +216,7 @@ class ReadOnlyEngine:
             if e.code == SYNTAX_ERROR:
                 raise
             # Some statements have no tree: none of those is served.
-            raise SqlRefusedError(164, f"Cannot execute query in readonly mode: {canonical[:40]}") from e
+            raise SqlRefusedError(READONLY, f"Cannot execute query in readonly mode: {canonical[:40]}") from e
         return check_tree(tree, canonical, self._permissions)
 
 

@@ -18,7 +18,8 @@ from schemas.headers import REASON, ReplyTo, reply_headers
 from schemas.models import LoadedModel
 from schemas.priority import PriorityClass
 from schemas.records import Attach, Detach, Duplicate, Retry
-from streams.ledger.batch import Action, Append, BatchShard, CancelRun, SendRequest
+from streams.ledger.batch import BatchShard
+from streams.ledger.batch_actions import Action, Append, CancelRun, SendRequest
 from streams.ledger.batch_offsets import admission_offsets
 from streams.ledger.batch_records import BadRecord, BatchItem, encode_error, parse
 from streams.ledger.metrics import BATCH_FINISHED, BATCH_FLUSH, BATCH_OPEN, BATCH_RETRIES, DLQ

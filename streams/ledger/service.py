@@ -13,7 +13,7 @@ from typing import Any
 from schemas import topics
 from schemas.catalog import Catalog
 from schemas.codec import default_codec, encode
-from schemas.fleet import HEARTBEAT_INTERVAL_S, join, publish_schemas
+from schemas.fleet import join, publish_schemas
 from schemas.models import LoadedModel, load_models
 from schemas.records import Heartbeat, Left
 from streams.ledger.clickhouse import BillingStore, ReadOnlyEngine, chdb_folder
@@ -22,7 +22,8 @@ from streams.ledger.coordinator import ShardClients, ShardCoordinator, ShardSett
 from streams.ledger.folder_lock import FolderLock
 from streams.ledger.followers import ROLE, Control, Fleet, follow_heartbeats
 from streams.ledger.http import HttpServer, bind, health_app
-from streams.ledger.metrics import LAG, REGISTRY
+from streams.ledger.metrics import REGISTRY
+from streams.ledger.pulse import beat, watch_lag
 from streams.ledger.results import GROUP
 from streams.ledger.shards import Shards
 from streams.ledger.sql_endpoint import SqlEndpoint
@@ -33,8 +34,6 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
 _LOCK_POLL_S = 0.2
-_LAG_S = 2.0
-_STUCK_S = 30.0
 
 OnBatch = Callable[[Sequence[Any]], Awaitable[None]]
 OnAssigned = Callable[[set[int]], Awaitable[None]]
@@ -148,12 +147,13 @@ class LedgerService:
         log.info("joined", extra={"epoch": self._epoch, "address": address})
         spawn("control", self.control.run())
         spawn("heartbeats", follow_heartbeats(kafka.heartbeats, kafka.partition, self.fleet))
-        spawn("pulse", self._beat(Heartbeat(ROLE, config.slot, self._epoch, nonce, address)))
+        heartbeat = Heartbeat(ROLE, config.slot, self._epoch, nonce, address)
+        spawn("pulse", beat(kafka.heartbeat_producer, heartbeat))
         # 5. Usage, and with its partitions the batch shards.
         intake = self._intake = UsageIntake(store, kafka.producer, self.control.catch_up_schemas)
         stack.callback(intake.close)
         spawn("shards", self._shards.run())
-        spawn("lag", self._watch_lag(intake))
+        spawn("lag", watch_lag(kafka.control, self._usage_tps, self._committed_usage, intake.stored))
         datadir = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-ledger-"))
         app = kafka.faust_app(Path(datadir), intake.take, self._on_assigned)
         stack.push_async_callback(_close, app.stop)
@@ -199,10 +199,10 @@ class LedgerService:
         config = self.config
         engine = await asyncio.to_thread(ReadOnlyEngine, folder)
         endpoint = SqlEndpoint(engine, config.query_limits(), config.sql_concurrent, config.http_host)
-        stack.callback(endpoint.close)
         sock = bind(config.http_host, config.sql_port)
         log.info("read-only SQL", extra={"port": sock.getsockname()[1]})
         self._serve("sql", sock, endpoint.app, stack, tasks)
+        stack.callback(endpoint.close)
 
     def _make_shard(self, shard: int, tenants: Callable[[], set[str]]) -> ShardCoordinator:
         config = self.config
@@ -229,46 +229,18 @@ class LedgerService:
         value = found.get(tp)
         return None if value is None or value.offset < 0 else (value.offset, value.metadata or "")
 
+    async def _committed_usage(self, tps: list[Any]) -> dict[Any, int]:
+        found = await self.kafka.admin.list_consumer_group_offsets(ROLE, partitions=tps)
+        return {tp: max(0, value.offset) for tp, value in found.items()}
+
+    def _usage_tps(self) -> list[Any]:
+        return [self.kafka.partition(topics.USAGE, p) for p in self._usage_partitions]
+
     async def _on_assigned(self, partitions: set[int]) -> None:
         self._usage_partitions = partitions
         self._assigned = bool(partitions)
         self._shards.hold(partitions)
         log.info("partitions assigned", extra={"partitions": sorted(partitions)})
-
-    async def _beat(self, heartbeat: Heartbeat) -> None:
-        value = encode(heartbeat)
-        due = time.monotonic()
-        while True:
-            try:
-                async with asyncio.timeout(HEARTBEAT_INTERVAL_S * 10):
-                    await self.kafka.heartbeat_producer.send_and_wait(topics.HEARTBEATS, value, partition=0)
-            except Exception as e:  # the broker is away: it will be missed there
-                log.warning("no heartbeat could be sent", extra={"error": repr(e)})
-            due = max(due + HEARTBEAT_INTERVAL_S, time.monotonic())
-            await asyncio.sleep(due - time.monotonic())
-
-    async def _watch_lag(self, intake: UsageIntake) -> None:
-        progressed = time.monotonic()
-        last: dict[int, int] = {}
-        while True:
-            await asyncio.sleep(_LAG_S)
-            tps = [self.kafka.partition(topics.USAGE, p) for p in self._usage_partitions]
-            try:
-                async with asyncio.timeout(START_TIMEOUT_S):
-                    ends = await self.kafka.control.end_offsets(tps) if tps else {}
-            except Exception as e:
-                log.warning("the lag is not known", extra={"error": repr(e)})
-                continue
-            behind = 0
-            for tp, end in ends.items():
-                lag = end - intake.stored.get(tp.partition, end)
-                LAG.labels(str(tp.partition)).set(lag)
-                behind += lag
-            if not behind or intake.stored != last:
-                progressed, last = time.monotonic(), dict(intake.stored)
-            elif time.monotonic() - progressed > _STUCK_S:
-                log.error("usage is not read any more", extra={"records_behind": behind})
-                progressed = time.monotonic()
 
     async def _leave(self) -> None:
         left = encode(Left(ROLE, self.config.slot, self._epoch, "stopped"))

@@ -10,6 +10,7 @@ import json
 import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -27,7 +28,7 @@ SQL_THREADS = "sql-query"
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 _BUSY_WAIT_S = 1.0
 _DEADLINE_GRACE_S = 5.0
-_TIMEOUT, _TOO_MANY_QUERIES, _UNKNOWN_SETTING = 159, 202, 115
+_TIMEOUT, _TOO_MANY_QUERIES, _UNKNOWN_SETTING, _ABORTED = 159, 202, 115, 236
 _STATUS = {
     READONLY: 403,
     497: 403,
@@ -37,6 +38,7 @@ _STATUS = {
     _TOO_MANY_QUERIES: 429,
     241: 413,
     396: 413,
+    _ABORTED: 503,
 }
 _CONTENT_TYPES = {
     "TabSeparated": "text/tab-separated-values; charset=UTF-8",
@@ -95,6 +97,7 @@ class SqlEndpoint:
         self._limits = limits
         self._threads = ThreadPoolExecutor(concurrent, thread_name_prefix=SQL_THREADS)
         self._free = asyncio.Semaphore(concurrent)
+        self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # A web page must not reach a loopback port under a name of its own (DNS rebinding).
         hosts = list(_LOOPBACK) if host in _LOOPBACK else ["*"]
         self.app = Starlette(
@@ -106,6 +109,9 @@ class SqlEndpoint:
         )
 
     def close(self) -> None:
+        """Answers whoever still waits; a thread ends when its query does."""
+        if not self._closing.done():
+            self._closing.set_result(None)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _ping(self, request: Request) -> Response:
@@ -136,11 +142,17 @@ class SqlEndpoint:
         # The engine looks at the clock between blocks only: a thread may outlive its answer, and keeps
         # its place until it ends.
         running.add_done_callback(self._ended)
-        try:
-            async with asyncio.timeout(query.limits.time_s + _DEADLINE_GRACE_S):
-                return await asyncio.shield(running)
-        except TimeoutError:
-            raise QueryError(_TIMEOUT, f"Timeout exceeded: maximum: {query.limits.time_s} seconds") from None
+        either: set[asyncio.Future[Any]] = {running, self._closing}
+        await asyncio.wait(
+            either,
+            timeout=query.limits.time_s + _DEADLINE_GRACE_S,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if running.done():
+            return running.result()
+        if self._closing.done():
+            raise QueryError(_ABORTED, "The ledger is being stopped")
+        raise QueryError(_TIMEOUT, f"Timeout exceeded: maximum: {query.limits.time_s} seconds")
 
     def _ended(self, running: "asyncio.Future[QueryResult]") -> None:
         self._free.release()

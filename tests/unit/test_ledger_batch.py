@@ -29,17 +29,8 @@ from schemas.records import (
     TokenChunk,
     Tokens,
 )
-from streams.ledger.batch import (
-    MAX_RETRIES,
-    RECOVERED_MS,
-    SILENCE_MS,
-    Action,
-    AdmissionOffsets,
-    Append,
-    BatchShard,
-    CancelRun,
-    SendRequest,
-)
+from streams.ledger.batch import MAX_RETRIES, RECOVERED_MS, SILENCE_MS, BatchShard
+from streams.ledger.batch_actions import Action, AdmissionOffsets, Append, CancelRun, SendRequest
 from streams.ledger.batch_records import BatchItem, parse
 
 MODELS = load_models(Catalog.load(Path("none")), ["simulated"])
