@@ -53,7 +53,7 @@ async def _measure(
     cpu_before, began = cpu_seconds(sessions), time.perf_counter()
     streams = await _streams(bench, body, options, concurrency, options.rounds, f"c{concurrency}")
     elapsed, cpu_after = time.perf_counter() - began, cpu_seconds(sessions)
-    tokens = sum(len(times.token_at) for times in streams)
+    tokens = sum(times.output_tokens for times in streams)
     return {
         "tok_s": round(tokens / elapsed, 1),
         "ttft_ms_p50": round(percentile([times.ttft_ms for times in streams], 0.5), 1),

@@ -53,11 +53,14 @@ async def run(options: argparse.Namespace, report: Callable[[str], None]) -> dic
                 bare.append(await engine.run(ids, sampling))
         hops = await log.hops()
     for times in piped:
-        if len(times.token_at) != options.max_tokens:
-            raise RuntimeError(f"a stream had {len(times.token_at)} events for {options.max_tokens} tokens")
+        if times.output_tokens != options.max_tokens:
+            raise RuntimeError(f"a stream had {times.output_tokens} tokens instead of {options.max_tokens}")
     return {
         "requests": options.requests,
         "step_ms": options.step_ms,
+        "events_per_token": round(
+            sum(len(t.token_at) for t in piped) / (options.requests * options.max_tokens), 4
+        ),
         **_compare(bare, piped),
         "hops_ms_mean": _mean_hops(piped, hops),
     }

@@ -5,12 +5,16 @@ A load generator that parses JSON or decodes chunked bodies costs more per token
 
 import asyncio
 import json
+import re
 import time
 from dataclasses import dataclass, field
+from typing import cast
 from urllib.parse import urlsplit
 
 _TOKEN = b'"type":"token"'
 _END = b"0\r\n\r\n"
+_USAGE = re.compile(rb'"output_tokens":(\d+)')
+_LAST_BYTES = 256
 TIMEOUT_S = 300.0
 
 
@@ -20,12 +24,16 @@ class StreamFailedError(RuntimeError):
 
 @dataclass(slots=True)
 class StreamTimes:
-    """Seconds of `time.perf_counter`; `token_at` has an entry for each token event."""
+    """Seconds of `time.perf_counter`; `token_at` has an entry for each token event.
+
+    `output_tokens` is what the done event says: an event that had to wait holds the text of several tokens.
+    """
 
     request_id: str = ""
     sent_at: float = 0.0
     sent_at_epoch_ms: float = 0.0
     token_at: list[float] = field(default_factory=list)
+    output_tokens: int = 0
 
     @property
     def ttft_ms(self) -> float:
@@ -43,25 +51,25 @@ class _Stream(asyncio.Protocol):
         self._done = done
         self._head = b""
         self._tail = b""
+        self._last = b""
         self._transport: asyncio.BaseTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
         self.times.sent_at_epoch_ms = time.time() * 1000
         self.times.sent_at = time.perf_counter()
-        transport.write(self._request)
+        # uvloop's transports are not of asyncio's classes.
+        cast(asyncio.WriteTransport, transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         if not self.times.request_id:
             self._head += data
             if b"\r\n\r\n" not in self._head:
-                return
+                return None
             head, _, data = self._head.partition(b"\r\n\r\n")
             if not head.startswith(b"HTTP/1.1 200"):
-                self._fail(self._head.decode(errors="replace"))
-                return
+                return self._fail(self._head.decode(errors="replace"))
             headers = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:])
             self.times.request_id = headers[b"x-request-id"].decode()
         # An event may be cut by the network: look again at the end of what came before.
@@ -69,10 +77,16 @@ class _Stream(asyncio.Protocol):
         count = seen.count(_TOKEN)
         self.times.token_at += [now] * count
         self._tail = seen[-len(_TOKEN) + 1 :]
-        if seen.endswith(_END) and not self._done.done():
+        self._last = (self._last + data)[-_LAST_BYTES:]
+        if self._last.endswith(_END) and not self._done.done():
+            usage = _USAGE.search(self._last)
+            if usage is None:
+                return self._fail(f"the stream ended without usage: {self._last!r}")
+            self.times.output_tokens = int(usage[1])
             self._done.set_result(None)
             if self._transport is not None:
                 self._transport.close()
+        return None
 
     def connection_lost(self, error: Exception | None) -> None:
         self._fail(f"the connection ended early: {error}")
