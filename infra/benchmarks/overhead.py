@@ -1,4 +1,8 @@
-"""What the pipeline adds to the bare engine: one stream at a time, simulated runner, interleaved."""
+"""What the pipeline adds to the bare engine: one stream at a time, simulated runner, interleaved.
+
+A request crosses Kafka three times before its first token is out; `three_raw_hops_ms_p50` is what that alone
+costs on this machine in the same run.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -9,6 +13,7 @@ from infra.benchmarks.bare_engine import bare_engine
 from infra.benchmarks.bench_stack import bench_stack
 from infra.benchmarks.figures import percentile
 from infra.benchmarks.hops import Hops, LogReader
+from infra.benchmarks.raw_hop import raw_hop
 from infra.benchmarks.sse_client import StreamTimes, stream
 from schemas.catalog import SIMULATED_MODEL
 from schemas.records import SamplingParams
@@ -16,6 +21,7 @@ from schemas.tokenization import Tokenizer
 from workers.config import WorkerConfig
 
 _WARM_UP = 10
+_HOP_BYTES = 600
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -38,19 +44,25 @@ async def run(options: argparse.Namespace, report: Callable[[str], None]) -> dic
     engine_config = WorkerConfig(kafka="", runner="simulated", step_ms=options.step_ms)
     bare: list[StreamTimes] = []
     piped: list[StreamTimes] = []
-    async with bench_stack(
-        report, models_dir=Path(), models=(SIMULATED_MODEL,), runner="simulated", step_ms=options.step_ms
-    ) as bench:
+    raw_hops: list[float] = []
+    async with (
+        bench_stack(
+            report, models_dir=Path(), models=(SIMULATED_MODEL,), runner="simulated", step_ms=options.step_ms
+        ) as bench,
+        raw_hop(bench.stack.bootstrap_servers) as hop,
+    ):
         log = LogReader(bench.stack.bootstrap_servers, bench.stack.config.layout)
         with bare_engine(engine_config) as engine:
             for number in range(_WARM_UP + options.requests):
                 if number == _WARM_UP:
                     bare.clear()
                     piped.clear()
+                    raw_hops.clear()
                     await log.mark()
                     report(f"measuring {options.requests} requests on each side")
                 piped.append(await stream(bench.stack.url(), bench.api_key, body))
                 bare.append(await engine.run(ids, sampling))
+                raw_hops.append(await hop.measure(_HOP_BYTES))
         hops = await log.hops()
     for times in piped:
         if times.output_tokens != options.max_tokens:
@@ -62,6 +74,7 @@ async def run(options: argparse.Namespace, report: Callable[[str], None]) -> dic
             sum(len(t.token_at) for t in piped) / (options.requests * options.max_tokens), 4
         ),
         **_compare(bare, piped),
+        "three_raw_hops_ms_p50": round(3 * percentile(raw_hops, 0.5), 2),
         "hops_ms_mean": _mean_hops(piped, hops),
     }
 
