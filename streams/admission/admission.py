@@ -7,13 +7,12 @@ a usage row, a worker that joins) runs the queues again.
 
 from collections.abc import Iterable, Mapping
 
-from schemas.fleet import FleetEvent, FleetView
+from schemas.fleet import FleetView
 from schemas.records import (
     Admitted,
     Cancellation,
     Dispatch,
     Dispatched,
-    Heartbeat,
     InferenceRequest,
     PartitionStatus,
     QueuedTokens,
@@ -29,21 +28,22 @@ from streams.admission.limits import Limits
 from streams.admission.memory import Phase, RequestMemory
 from streams.admission.model_queue import ModelQueue
 from streams.admission.prediction import OutputPredictor
-from streams.admission.refusal import Refusal
+from streams.admission.refusal import RETRY_LATER_MS, Refusal
 from streams.admission.router import Router, Worker
 from streams.admission.takeover import Takeover
 from streams.admission.tenants import Tenants
-from streams.admission.validation import invalid_field
+from streams.admission.validation import invalid_field, too_long
 from streams.admission.waiting import WaitingPolicy, expired, no_worker, over_bounds, wait_until
 
 # Finish reasons of answers that came to their own end, so that their length says something.
 COMPLETE = frozenset({"stop", "length"})
-RETRY_LATER_MS = 1_000
-MAX_RETRY_AFTER_MS = 60_000
 
 
 class Admission:
-    """One process's state. Every method that returns actions expects them carried out in order."""
+    """One process's state. Every method that returns actions expects them carried out in order.
+
+    `fleet` is fed from outside; `fleet_changed` follows, once a batch.
+    """
 
     def __init__(self, policy: WaitingPolicy, decisions: DecisionLog) -> None:
         self.policy = policy
@@ -84,7 +84,7 @@ class Admission:
         refusal = (
             self.tenants.refusal(request.tenant, request.priority)
             or self._late(request, now)
-            or self._too_long(request)
+            or too_long(request, self.router.workers(request.model))
             or self.limits.reserve(
                 request.request_id,
                 request.attempt,
@@ -97,7 +97,7 @@ class Admission:
         )
         if refusal is not None:
             return [self._refuse(request, refusal, traceparent)]
-        expected = self._expected_output(request)
+        expected = self.predictor.expect_rest(request)
         item = QueuedRequest(
             request=request,
             partition=partition,
@@ -141,14 +141,6 @@ class Admission:
     def on_tenant(self, name: str, tenant: Tenant | None, now: int) -> None:
         self.tenants.put(name, tenant, now)
 
-    def on_heartbeat(self, heartbeat: Heartbeat, timestamp_ms: int) -> None:
-        """`fleet_changed` follows, once a batch."""
-        self.fleet.on_heartbeat(heartbeat, timestamp_ms)
-
-    def on_event(self, event: FleetEvent, offset: int) -> None:
-        """`fleet_changed` follows, once a batch."""
-        self.fleet.on_event(event, offset)
-
     def on_other_admission(self, statuses: Iterable[PartitionStatus], now: int) -> list[int]:
         """Another process says what it holds; returns the partitions that this one lost by it."""
         lost = [s.partition for s in statuses if self.takeover.heard(s.partition, s.takeover_offset)]
@@ -190,7 +182,7 @@ class Admission:
         self.limits.expire(now)
         self._memory.expire(now)
         actions: list[Action] = [
-            self._evict(item, expired(self._retry_after_ms(item.request.model)), now)
+            self._evict(item, expired(self._backlog.retry_after_ms(item.request.model)), now)
             for item in self._backlog.expired(now)
         ]
         wait_ms = self.policy.no_worker_wait_ms
@@ -255,7 +247,7 @@ class Admission:
         request = item.request
         fair = queue.classes[request.priority]
         allowance = self.tenants.max_enqueued_tokens(request.tenant, request.priority)
-        retry_after_ms = self._retry_after_ms(request.model)
+        retry_after_ms = self._backlog.retry_after_ms(request.model)
         refusal = over_bounds(self.policy, fair, item, allowance, retry_after_ms)
         if refusal is not None and request.attempt == 1:
             return self._evict(item, refusal, now)
@@ -281,31 +273,8 @@ class Admission:
     def _late(self, request: InferenceRequest, now: int) -> Refusal | None:
         return expired(RETRY_LATER_MS) if wait_until(request) <= now else None
 
-    def _too_long(self, request: InferenceRequest) -> Refusal | None:
-        workers = self.router.workers(request.model)
-        if not workers or any(worker.fits(request) for worker in workers):
-            return None
-        tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
-        longest = max(worker.max_tokens for worker in workers)
-        message = f"prompt and max_tokens are {tokens} tokens; model {request.model!r} has room for {longest}"
-        return Refusal(400, "context_length_exceeded", message)
-
     def _no_worker(self, request: InferenceRequest) -> Refusal:
         return no_worker(request.model, self.policy.no_worker_wait_ms)
-
-    def _expected_output(self, request: InferenceRequest) -> int:
-        max_tokens, there = request.sampling.max_tokens, len(request.output_token_ids)
-        return max(1, self.predictor.expect(request.tenant, request.model, max_tokens) - there)
-
-    def _retry_after_ms(self, model: str) -> int:
-        """When what waits now may be done, by the workers' own rates."""
-        tokens = self._backlog.num_tokens(model)
-        rate = sum(
-            worker.status.prefill_tokens_per_s + worker.status.decode_tokens_per_s
-            for worker in self.router.workers(model)
-        )
-        wait = int(tokens * 1_000 / rate) if rate > 0 else RETRY_LATER_MS
-        return max(RETRY_LATER_MS, min(MAX_RETRY_AFTER_MS, wait))
 
     def _drop_partitions(self, partitions: Iterable[int], now: int) -> None:
         for item in self._backlog.of_partitions(set(partitions)):

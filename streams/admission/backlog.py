@@ -5,10 +5,12 @@ from collections.abc import Iterator, Set
 
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.model_queue import ModelQueue
+from streams.admission.refusal import RETRY_LATER_MS
 from streams.admission.router import Blocked, Router, Worker
 
 # How far past retries that no worker may take (excluded slots) a queue is searched.
 MAX_SKIPPED_RETRIES = 8
+MAX_RETRY_AFTER_MS = 60_000
 
 
 class Backlog:
@@ -105,9 +107,16 @@ class Backlog:
         """Tokens that wait from a partition of inference.requests."""
         return {m: tokens for m, queue in self._queues.items() if (tokens := queue.tokens_of(partition))}
 
-    def num_tokens(self, model: str) -> int:
+    def retry_after_ms(self, model: str) -> int:
+        """When what waits now may be done, by the workers' own rates."""
         queue = self._queues.get(model)
-        return 0 if queue is None else sum(fair.num_tokens for fair in queue.classes)
+        tokens = 0 if queue is None else sum(fair.num_tokens for fair in queue.classes)
+        rate = sum(
+            worker.status.prefill_tokens_per_s + worker.status.decode_tokens_per_s
+            for worker in self._router.workers(model)
+        )
+        wait = int(tokens * 1_000 / rate) if rate > 0 else RETRY_LATER_MS
+        return max(RETRY_LATER_MS, min(MAX_RETRY_AFTER_MS, wait))
 
     def num_requests(self, priority: int) -> int:
         """Requests that wait in a class."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from schemas.config import CommonConfig, setting
 from streams.admission.waiting import WaitingPolicy
 
+ROLE = "admission"
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionConfig(CommonConfig):

@@ -5,13 +5,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from schemas.codec import CodecError, UnknownSchemaError, decode
+from schemas.codec import CodecError
 from schemas.headers import REASON, Headers, reply_to, traceparent
 from schemas.records import Cancellation, InferenceRequest, Restate
 from streams.admission.actions import Action, DeadLetter, reject
 from streams.admission.admission import Admission
 from streams.admission.metrics import Metrics
 from streams.admission.refusal import Refusal
+from streams.consumer import decode_or_catch_up
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Intake:
             return []
         headers = [(name, content or b"") for name, content in raw_headers or ()]
         try:
-            record = await self._decode(value or b"")
+            record = await decode_or_catch_up(value or b"", self._catch_up)
             actions = self._decide(record, value or b"", partition, offset, headers)
         except Exception as error:
             if not isinstance(error, CodecError):
@@ -54,14 +55,6 @@ class Intake:
             actions = self._give_up(partition, offset, key, value or b"", headers, error)
         self._metrics.decision_seconds.observe(time.perf_counter() - began)
         return actions
-
-    async def _decode(self, value: bytes) -> Any:
-        try:
-            return decode(value)
-        except UnknownSchemaError:
-            # Writers publish a schema before they use it, so it is there by now if it ever will be.
-            await self._catch_up()
-            return decode(value)
 
     def _decide(self, record: Any, raw: bytes, partition: int, offset: int, headers: Headers) -> list[Action]:
         now = self._clock()

@@ -3,6 +3,8 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from schemas.records import InferenceRequest
+
 # The mean follows the last that many answers or so.
 WINDOW = 64
 # Before any answer of a model was seen.
@@ -46,3 +48,8 @@ class OutputPredictor:
         mean = self._means.get((tenant, model)) or self._means.get(("", model))
         guess = FIRST_GUESS if mean is None else round(mean.value)
         return max(1, min(guess, max_tokens))
+
+    def expect_rest(self, request: InferenceRequest) -> int:
+        """Output tokens expected of the request beyond those that it brings; at least 1."""
+        expected = self.expect(request.tenant, request.model, request.sampling.max_tokens)
+        return max(1, expected - len(request.output_token_ids))

@@ -1,4 +1,4 @@
-"""Every 100 ms: the heartbeat, what time brings, the figures, and the decisions made since."""
+"""Every 100 ms: what time brings, the figures, and the decisions made since."""
 
 import asyncio
 import logging
@@ -9,15 +9,11 @@ from schemas import topics
 from schemas.codec import encode
 from schemas.fleet import HEARTBEAT_INTERVAL_S
 from schemas.priority import PriorityClass
-from schemas.records import Heartbeat
 from streams.admission.admission import Admission
 from streams.admission.dispatcher import Dispatcher
-from streams.admission.followers import ROLE
 from streams.admission.metrics import Metrics
 
 log = logging.getLogger(__name__)
-
-SEND_TIMEOUT_S = 2.0
 
 
 class Producer(Protocol):
@@ -30,26 +26,6 @@ class Producer(Protocol):
 
 class AckOverdueError(RuntimeError):
     """The broker has not acked a send for too long."""
-
-
-async def beat(
-    producer: Producer, admission: Admission, slot: int, epoch: int, nonce: bytes, address: str
-) -> None:
-    """Sends heartbeats. One that the broker does not take in time is left out."""
-    loop = asyncio.get_running_loop()
-    due = loop.time()
-    while True:
-        heartbeat = Heartbeat(
-            ROLE, slot, epoch, nonce, address=address, partitions=admission.partition_statuses()
-        )
-        try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                future = await producer.send(topics.HEARTBEATS, encode(heartbeat), partition=0)
-            future.add_done_callback(_ignore)
-        except Exception as error:
-            log.warning("no heartbeat: %r", error)
-        due = max(due + HEARTBEAT_INTERVAL_S, loop.time())
-        await asyncio.sleep(due - loop.time())
 
 
 async def keep_time(

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# Where nothing is known of how long it will take.
+RETRY_LATER_MS = 1_000
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:

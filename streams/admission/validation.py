@@ -1,7 +1,11 @@
-"""What can be wrong with a record that decodes: its owner is told which field."""
+"""What can be wrong with a record that decodes: its owner is told what."""
+
+from collections.abc import Sequence
 
 from schemas.records import InferenceRequest
 from schemas.topics import NUM_CLASSES
+from streams.admission.refusal import Refusal
+from streams.admission.router import Worker
 
 
 def invalid_field(request: InferenceRequest, partition: int) -> str | None:
@@ -21,3 +25,13 @@ def invalid_field(request: InferenceRequest, partition: int) -> str | None:
     if request.end_ms < 1:
         return f"end_ms: {request.end_ms} is below 1"
     return None
+
+
+def too_long(request: InferenceRequest, workers: Sequence[Worker]) -> Refusal | None:
+    """Why none of a model's `workers` can ever run the request, or None. While there are none, who knows."""
+    if not workers or any(worker.fits(request) for worker in workers):
+        return None
+    tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+    longest = max(worker.max_tokens for worker in workers)
+    message = f"prompt and max_tokens are {tokens} tokens; model {request.model!r} has room for {longest}"
+    return Refusal(400, "context_length_exceeded", message)

@@ -11,7 +11,6 @@ the same attempt, so limits stay in force for it. A successor that folds the par
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from schemas.api.answers import Finished
 from schemas.api.errors import ApiError
@@ -22,7 +21,6 @@ from schemas.records import (
     Claim,
     Completion,
     Failed,
-    InferenceRequest,
     Rejected,
     Retry,
     Tokens,
@@ -31,8 +29,9 @@ from schemas.records import (
 from schemas.stream_state import RETRYABLE_FINISHES, Effect, ReplyRecord, Run, StreamState
 from schemas.topics import partition
 from streams.ledger.batch_actions import Action, AdmissionOffsets, Answer, Append, CancelRun, SendRequest
-from streams.ledger.batch_outcome import EXPIRED, Outcome, finished, refused, refused_for_now, sealed_usage
+from streams.ledger.batch_outcome import EXPIRED, Outcome, finished, refused, reopen, sealed_usage
 from streams.ledger.batch_records import BatchItem, Source, encode_answer, encode_error
+from streams.ledger.batch_recovery import Recovery
 from streams.ledger.open_request import FIRST_BACKOFF_MS, OpenRequest, Phase
 
 MAX_RETRIES = 3
@@ -44,19 +43,11 @@ MAX_RESENDS = 3
 # Admission ends what waits too long; only if it does not, the owner does.
 EXPIRY_GRACE_MS = 60_000
 REMEMBERED = 2_000
-RECOVERED_MS = 600_000
-
-
-@dataclass(slots=True)
-class _Recovered:
-    """What the partition says of a request that this life has not read from its topic (yet)."""
-
-    state: StreamState
-    since: int
 
 
 class BatchShard:
-    """`position` is the next offset of the reply partition to be read, `answers` what waits to go out."""
+    """`position` is the next offset of the reply partition to be read, `answers` what waits to go out,
+    `recovery` what earlier lives began and this one has not met."""
 
     def __init__(
         self, shard: int, slot: int, epoch: int, *, end_ms: int, position: int, log_end: int, now_ms: int
@@ -66,9 +57,8 @@ class BatchShard:
         self.position = position
         self.answers: list[Answer] = []
         self._slot, self._epoch, self._end_ms = slot, epoch, end_ms
-        self._log_end, self._born_ms = log_end, now_ms
         self._open: dict[bytes, OpenRequest] = {}
-        self._recovered: dict[bytes, _Recovered] = {}
+        self.recovery = Recovery(log_end, now_ms)
         self._outcomes: OrderedDict[bytes, Outcome] = OrderedDict()
 
     @property
@@ -82,11 +72,9 @@ class BatchShard:
 
     def claims(self) -> list[Action]:
         """After recovery: takes over what earlier lives left open."""
-        states = [r.state for r in self._recovered.values()]
-        epochs = {s.owner_epoch for s in states if s.owner_epoch is not None and not s.ended}
         return [
             Append(Claim(from_epoch=epoch, by_slot=self._slot, by_epoch=self._epoch))
-            for epoch in sorted(epochs - {self._epoch})
+            for epoch in sorted(self.recovery.owner_epochs() - {self._epoch})
         ]
 
     def accept(self, item: BatchItem, now_ms: int, clock_ms: int) -> list[Action]:
@@ -100,7 +88,7 @@ class BatchShard:
         if outcome is not None:
             self._answer(item, item.source, outcome, None)
             return []
-        recovered = self._recovered.pop(rid, None)
+        recovered = self.recovery.take(rid)
         if recovered is None:
             request = OpenRequest(item, StreamState(rid), self.position, [item.source], due_at=now_ms)
             self._open[rid] = request
@@ -141,22 +129,19 @@ class BatchShard:
                 if request is not None:
                     effect = request.state.apply_chunk(run, chunk, timestamp_ms)
                     actions += self._act(request, effect, now_ms, clock_ms)
-                elif (state := self._recovering(chunk.request_id, offset)) is not None:
-                    state.apply_chunk(run, chunk, timestamp_ms)
+                else:
+                    self.recovery.apply_chunk(run, chunk, offset, timestamp_ms)
             return actions
         if isinstance(record, Claim) and record.request_id is None:
             for request in self._open.values():
                 request.state.apply(record, timestamp_ms)
-            for recovered in self._recovered.values():
-                recovered.state.apply(record, timestamp_ms)
+            self.recovery.apply(record, offset, timestamp_ms)
             return []
         rid = record.request_id
         assert rid is not None
         request = self._open.get(rid)
         if request is None:
-            if (state := self._recovering(rid, offset)) is not None:
-                state.apply(record, timestamp_ms)
-                _reopen(state)
+            self.recovery.apply(record, offset, timestamp_ms)
             return []
         effect = request.state.apply(record, timestamp_ms)
         own = isinstance(record, Retry | Failed) and record.owner_epoch == self._epoch
@@ -164,22 +149,12 @@ class BatchShard:
             request.transition_to(Phase.SENT)  # something came first: judge again
         return self._act(request, effect, now_ms, clock_ms)
 
-    def _recovering(self, rid: bytes, offset: int) -> StreamState | None:
-        """The state of a request not read yet. New ones are followed only while recovery lasts."""
-        known = self._recovered.get(rid)
-        if known is None:
-            if offset >= self._log_end:
-                return None
-            known = self._recovered[rid] = _Recovered(StreamState(rid), offset)
-        return known.state
-
     def tick(self, now_ms: int, fleet: FleetView, admission: Mapping[int, AdmissionOffsets]) -> list[Action]:
         """`admission`: by partition of inference.requests."""
         actions: list[Action] = []
         for request in list(self._open.values()):
             actions += self._look_at(request, now_ms, fleet, admission)
-        if self._recovered and now_ms - self._born_ms > RECOVERED_MS:
-            self._recovered.clear()
+        self.recovery.expire(now_ms)
         return actions
 
     def _look_at(
@@ -257,8 +232,7 @@ class BatchShard:
     def _ended(self, request: OpenRequest, now_ms: int) -> list[Action]:
         end = request.state.end
         if isinstance(end, Rejected):
-            if refused_for_now(end):
-                _reopen(request.state)
+            if reopen(request.state):
                 request.back_off(now_ms, end.retry_after_ms or 0)
                 return []
             self._finish(request, refused(end))
@@ -291,38 +265,18 @@ class BatchShard:
         return actions
 
     def _send(self, request: OpenRequest) -> list[Action]:
-        item = request.item
         request.transition_to(Phase.SENT)
         request.sent_offset = request.unanswered_at = None
         request.state.requests_offset = None
-        return [
-            SendRequest(
-                InferenceRequest(
-                    request_id=item.request_id,
-                    attempt=request.state.attempt,
-                    tenant=item.source.tenant,
-                    priority=PriorityClass.BATCH,
-                    model=item.model.spec.id,
-                    prompt_token_ids=item.prompt_token_ids,
-                    output_token_ids=list(request.state.token_ids),
-                    sampling=item.sampling,
-                    reply_partition=self.reply_partition,
-                    owner_epoch=self._epoch,
-                    accepted_at=item.accepted_at,
-                    end_ms=self._end_ms,
-                )
-            )
-        ]
+        return [SendRequest(request.to_send(self.reply_partition, self._epoch, self._end_ms))]
 
     def _cancel_strays(self, request: OpenRequest) -> list[Action]:
-        new = request.state.strays - request.cancelled
-        request.cancelled |= new
         state, item = request.state, request.item
         return [
             CancelRun(
                 Cancellation(item.request_id, state.attempt, item.source.tenant, "stray", run.slot, run.epoch)
             )
-            for run in sorted(new)
+            for run in request.new_strays()
         ]
 
     def _finish(self, request: OpenRequest, outcome: Outcome) -> None:
@@ -341,8 +295,3 @@ class BatchShard:
         else:
             value = encode_answer(source, item.request_id, item.url, outcome)
         self.answers.append(Answer(source, value, isinstance(outcome, Finished), seal))
-
-
-def _reopen(state: StreamState) -> None:
-    if isinstance(state.end, Rejected) and refused_for_now(state.end):
-        state.end = state.requests_offset = None

@@ -18,6 +18,14 @@ def refused_for_now(end: Rejected) -> bool:
     return end.status in (429, 503) and end.code != "expired"
 
 
+def reopen(state: StreamState) -> bool:
+    """Undoes a refusal for now, which ends nothing; False where there was none."""
+    if not isinstance(state.end, Rejected) or not refused_for_now(state.end):
+        return False
+    state.end = state.requests_offset = None
+    return True
+
+
 def refused(end: Rejected) -> ApiError:
     return EXPIRED if end.code == "expired" else ApiError(end.status, end.code, end.message)
 

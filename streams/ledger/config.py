@@ -6,6 +6,7 @@ from pathlib import Path
 from schemas.config import CommonConfig, setting
 from streams.ledger.clickhouse import CHDB_SCHEME, QueryLimits, chdb_folder
 
+ROLE = "ledger"
 _DDL_DIR = Path(__file__).parents[2] / "infra" / "clickhouse"
 
 

@@ -1,30 +1,33 @@
 """One coordinator shard at work: its tenants' requests in, its reply partition, answers out.
 
-Thin: decisions are batch.py's. Whatever fails here ends the shard, and it begins anew from what is
-committed; the answers and the offsets they stand for are one transaction, so nothing is lost or doubled.
+Thin: decisions are batch.py's, sends batch_sender.py's. Whatever fails here ends the shard, and it begins
+anew from what is committed; the answers and the offsets they stand for are one transaction, so nothing is
+lost or doubled.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from schemas import topics
-from schemas.codec import CodecError, decode, encode
+from schemas.codec import CodecError, decode
 from schemas.fleet import FleetView
-from schemas.headers import REASON, ReplyTo, reply_headers
+from schemas.headers import REASON
 from schemas.models import LoadedModel
 from schemas.priority import PriorityClass
-from schemas.records import Attach, Detach, Duplicate, Retry
+from schemas.records import Attach, Detach, Duplicate
+from streams.consumer import Consumer, assign_at
 from streams.ledger.batch import BatchShard
-from streams.ledger.batch_actions import Action, Append, CancelRun, SendRequest
+from streams.ledger.batch_actions import Action
 from streams.ledger.batch_offsets import admission_offsets
 from streams.ledger.batch_records import BadRecord, BatchItem, encode_error, parse
-from streams.ledger.metrics import BATCH_FINISHED, BATCH_FLUSH, BATCH_OPEN, BATCH_RETRIES, DLQ
+from streams.ledger.batch_sender import BatchSender
+from streams.ledger.metrics import BATCH_FINISHED, BATCH_FLUSH, BATCH_OPEN, DLQ
 from streams.ledger.results import OutRecord, ResultWriter, result_record
-from streams.ledger.source_reader import SOURCE_PARTITION, Consumer, SourceReader, wait_for
+from streams.ledger.source_reader import SOURCE_PARTITION, SourceReader, wait_for
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +35,7 @@ TICK_S = 0.1
 # Answers that end within this go out in one transaction, which takes about 30 ms.
 GATHER_S = 0.02
 COMMIT_S = 10.0
-SEND_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 30.0
 _POLL_MS = 200
 
 
@@ -72,7 +75,7 @@ class ShardCoordinator:
         tenants: Callable[[], set[str]],
     ) -> None:
         """`tenants`: those whose topics are to be read now. `producer` is shared and started."""
-        self._settings, self._clients, self._producer = settings, clients, producer
+        self._settings, self._clients = settings, clients
         self._models, self._fleet, self._tenants = models, fleet, tenants
         self._replies_tp = clients.partition(
             topics.TOKENS, topics.partition(settings.shard, PriorityClass.BATCH)
@@ -80,9 +83,8 @@ class ShardCoordinator:
         self._sources = SourceReader(clients.sources, clients.partition, clients.committed, settings.window)
         self._dead_letters: list[OutRecord] = []
         self._finished = asyncio.Event()
-        self._failed = asyncio.Event()
-        self._send_error: BaseException | None = None
         self._batch: BatchShard | None = None
+        self._sender = BatchSender(producer, self._replies_tp.partition, settings.shards, self._on_sent)
         self.ready = False
 
     @property
@@ -97,7 +99,7 @@ class ShardCoordinator:
         try:
             # 1. Whoever had the shard can commit no more.
             await clients.writer.start()
-            async with asyncio.timeout(SEND_TIMEOUT_S):
+            async with asyncio.timeout(START_TIMEOUT_S):
                 await clients.sources.start()
                 await clients.replies.start()
             # 2. What happened so far.
@@ -109,7 +111,7 @@ class ShardCoordinator:
                 group.create_task(self._follow_sources())
                 group.create_task(self._flush_answers())
                 group.create_task(self._tick())
-                group.create_task(self._watch_sends())
+                group.create_task(self._sender.watch())
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
         finally:
@@ -121,7 +123,7 @@ class ShardCoordinator:
 
     async def _recover(self) -> None:
         settings, clients, tp = self._settings, self._clients, self._replies_tp
-        async with asyncio.timeout(SEND_TIMEOUT_S):
+        async with asyncio.timeout(START_TIMEOUT_S):
             committed = await clients.committed(tp.topic, tp.partition)
             begin = (await clients.replies.beginning_offsets([tp]))[tp]
             end = (await clients.replies.end_offsets([tp]))[tp]
@@ -143,11 +145,10 @@ class ShardCoordinator:
         if committed is None:
             # Nothing is sent before there is a place to come back to.
             await clients.writer.commit([], {(tp.topic, tp.partition): (resume, "")})
-        clients.replies.assign([tp])
-        clients.replies.seek(tp, resume)
+        assign_at(clients.replies, {tp: resume})
         while await clients.replies.position(tp) < end:
             await self._read_replies()
-        await self._execute(self.batch.claims())
+        await self._sender.execute(self.batch.claims())
         log.info("coordinator shard begun", extra={"shard": settings.shard, "resumed_at": resume, "end": end})
 
     async def _follow_replies(self) -> None:
@@ -167,7 +168,7 @@ class ShardCoordinator:
                     continue
                 if not isinstance(value, Attach | Detach | Duplicate):
                     actions += self.batch.on_reply(value, record.offset, record.timestamp, now, clock)
-            await self._execute(actions)
+            await self._sender.execute(actions)
             self._note_answers()
 
     async def _follow_sources(self) -> None:
@@ -183,7 +184,7 @@ class ShardCoordinator:
                 parse, record.value, tenant, record.offset, record.timestamp, self._models
             )
             if isinstance(read, BatchItem):
-                await self._execute(self.batch.accept(read, _now_ms(), self._fleet.clock.now_ms))
+                await self._sender.execute(self.batch.accept(read, _now_ms(), self._fleet.clock.now_ms))
             else:
                 self._refuse(read, record)
         self._note_answers()
@@ -222,7 +223,7 @@ class ShardCoordinator:
             began = time.perf_counter()
             # 1. The owner's usage rows. A crash from here on writes them again: the same rows.
             seals = {a.seal.request_id: a.seal for a in answers if a.seal is not None}
-            await self._seal(list(seals.values()))
+            await self._sender.seal(seals.values())
             # 2. Answers, dead letters and offsets: all or nothing.
             records = [result_record(a.source.tenant, a.source.custom_id, a.value) for a in answers]
             await self._clients.writer.commit(records + letters, offsets)
@@ -240,73 +241,15 @@ class ShardCoordinator:
             offsets[topics.batch_requests(tenant), SOURCE_PARTITION] = window.commit()
         return offsets
 
-    async def _seal(self, usages: list[Any]) -> None:
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            for usage in usages:
-                partition = topics.tenant_partition(usage.tenant, usage.priority, self._settings.shards)
-                await self._producer.send_and_wait(topics.USAGE, encode(usage), partition=partition)
+    def _on_sent(self, request_id: bytes, attempt: int, offset: int) -> None:
+        self.batch.on_sent(request_id, attempt, offset)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             actions = self.batch.tick(_now_ms(), self._fleet, admission_offsets(self._fleet))
-            await self._execute(actions)
+            await self._sender.execute(actions)
             self._note_answers()
-
-    async def _execute(self, actions: Iterable[Action]) -> None:
-        """Hands them to the producer in order; acks are looked at when they come."""
-        for action in actions:
-            match action:
-                case SendRequest(request):
-                    partition = topics.tenant_partition(
-                        request.tenant, request.priority, self._settings.shards
-                    )
-                    headers = reply_headers(
-                        ReplyTo(request.request_id, request.attempt, request.reply_partition)
-                    )
-                    future = await self._send(topics.REQUESTS, partition, encode(request), headers)
-                    rid, attempt = request.request_id, request.attempt
-                    future.add_done_callback(
-                        lambda done, rid=rid, attempt=attempt: self._on_sent(done, rid, attempt)
-                    )
-                case Append(record):
-                    if isinstance(record, Retry):
-                        BATCH_RETRIES.inc()
-                        log.warning(
-                            "batch request retried",
-                            extra={"request_id": record.request_id, "reason": record.reason},
-                        )
-                    (
-                        await self._send(topics.TOKENS, self._replies_tp.partition, encode(record))
-                    ).add_done_callback(self._check)
-                case CancelRun(record):
-                    partition = topics.tenant_partition(
-                        record.tenant, PriorityClass.BATCH, self._settings.shards
-                    )
-                    future = await self._send(topics.CANCELLATIONS, partition, encode(record))
-                    future.add_done_callback(self._check)
-
-    async def _send(
-        self, topic: str, partition: int, value: bytes, headers: list[tuple[str, bytes]] | None = None
-    ) -> Any:
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            return await self._producer.send(topic, value, partition=partition, headers=headers)
-
-    def _on_sent(self, done: Any, request_id: bytes, attempt: int) -> None:
-        if self._check(done):
-            self.batch.on_sent(request_id, attempt, done.result().offset)
-
-    def _check(self, done: Any) -> bool:
-        if done.cancelled():
-            return False
-        if (error := done.exception()) is not None:
-            self._send_error = error
-            self._failed.set()
-        return error is None
-
-    async def _watch_sends(self) -> None:
-        await self._failed.wait()
-        raise RuntimeError("a record could not be sent") from self._send_error
 
 
 async def _stop(client: Any) -> None:

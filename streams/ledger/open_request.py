@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from schemas.priority import PriorityClass
+from schemas.records import InferenceRequest
 from schemas.stream_state import Run, StreamState
 from streams.ledger.batch_records import BatchItem, Source
 
@@ -46,6 +48,29 @@ class OpenRequest:
     sign_ms: int = 0
     cancelled: set[Run] = field(default_factory=set)
     ran: bool = False
+
+    def to_send(self, reply_partition: int, owner_epoch: int, end_ms: int) -> InferenceRequest:
+        """The record for inference.requests, with all tokens that it has so far."""
+        return InferenceRequest(
+            request_id=self.item.request_id,
+            attempt=self.state.attempt,
+            tenant=self.item.source.tenant,
+            priority=PriorityClass.BATCH,
+            model=self.item.model.spec.id,
+            prompt_token_ids=self.item.prompt_token_ids,
+            output_token_ids=list(self.state.token_ids),
+            sampling=self.item.sampling,
+            reply_partition=reply_partition,
+            owner_epoch=owner_epoch,
+            accepted_at=self.item.accepted_at,
+            end_ms=end_ms,
+        )
+
+    def new_strays(self) -> list[Run]:
+        """Runs to be cancelled, each once."""
+        new = self.state.strays - self.cancelled
+        self.cancelled |= new
+        return sorted(new)
 
     def transition_to(self, phase: Phase) -> None:
         """Raises RuntimeError for a step that is none."""

@@ -5,34 +5,34 @@ import logging
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from schemas import topics
 from schemas.catalog import Catalog
-from schemas.codec import default_codec, encode
-from schemas.fleet import join, publish_schemas
+from schemas.codec import default_codec
+from schemas.fleet import FleetView, publish_schemas
 from schemas.models import LoadedModel, load_models
-from schemas.records import Heartbeat, Left
+from streams.control import ControlFollower
+from streams.heartbeats import beat, follow_heartbeats
+from streams.http import bind, health_app
 from streams.ledger.clickhouse import BillingStore, ReadOnlyEngine, chdb_folder
-from streams.ledger.config import LedgerConfig
+from streams.ledger.config import ROLE, LedgerConfig
 from streams.ledger.coordinator import ShardClients, ShardCoordinator, ShardSettings
 from streams.ledger.folder_lock import FolderLock
-from streams.ledger.followers import ROLE, Control, Fleet, follow_heartbeats
-from streams.ledger.http import HttpServer, bind, health_app
+from streams.ledger.lag import watch_lag
 from streams.ledger.metrics import REGISTRY
-from streams.ledger.pulse import beat, watch_lag
 from streams.ledger.results import GROUP
 from streams.ledger.shards import Shards
 from streams.ledger.sql_endpoint import SqlEndpoint
 from streams.ledger.usage_intake import UsageIntake
+from streams.membership import Membership
+from streams.parts import Parts, run_parts
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
-CLOSE_TIMEOUT_S = 5.0
 _LOCK_POLL_S = 0.2
 
 OnBatch = Callable[[Sequence[Any]], Awaitable[None]]
@@ -65,14 +65,15 @@ class LedgerService:
 
     def __init__(self, config: LedgerConfig, kafka: Kafka) -> None:
         self.config, self.kafka = config, kafka
-        self.fleet = Fleet(config.slot)
-        self.control = Control(kafka.control, kafka.partition, self.fleet)
+        self.membership = Membership(ROLE, config.slot, FleetView())
+        self._shards = Shards(config.shards, self._make_shard)
+        self.control = ControlFollower(
+            kafka.control, kafka.partition, self.membership, self._shards.put_tenant
+        )
         self._models: dict[str, LoadedModel] = {}
         self._waits_for: str | None = "starting"
-        self._epoch = 0
         self._usage_partitions: set[int] = set()
         self._assigned = False
-        self._shards = Shards(config.shards, self.control.tenants, self._make_shard)
         self._intake: UsageIntake | None = None
 
     def not_ready(self) -> str | None:
@@ -81,97 +82,63 @@ class LedgerService:
             return self._waits_for
         if not self._assigned:
             return "no partitions of inference.usage assigned yet"
-        if not self.fleet.heard_itself:
+        if not self.membership.heard_itself:
             return "own heartbeat has not come back yet"
         if self._intake is not None and (since := self._intake.failing_since) is not None:
             return f"usage rows cannot be stored since {time.monotonic() - since:.0f} s"
         return None
 
     async def run(self, stop: asyncio.Event) -> None:
-        async with AsyncExitStack() as stack:
-            tasks: list[asyncio.Task[Any]] = []
-            stopped = asyncio.create_task(stop.wait(), name="stop")
-            stack.callback(stopped.cancel)
-            starting = asyncio.create_task(self._start(stack, tasks), name="start")
-            await asyncio.wait([stopped, starting], return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():  # for example a standby that is no longer needed
-                await _cancel(starting)
-                return
-            starting.result()
-            await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            self._waits_for = "stopping"
-            failed = next((task for task in tasks if task.done()), None)
-            if failed is not None:
-                failed.result()
-                raise RuntimeError(f"{failed.get_name()} ended by itself")
+        # It may also be stopped while it starts: for example a standby that is no longer needed.
+        await run_parts(self._start, stop, self._on_stopping)
 
-    # Each step leaves behind, on the stack, how it is undone; a stop runs these from the last to the first.
-    async def _start(self, stack: AsyncExitStack, tasks: list[asyncio.Task[Any]]) -> None:
-        config, kafka = self.config, self.kafka
-
-        def spawn(name: str, coroutine: Any) -> None:
-            task = asyncio.create_task(coroutine, name=name)
-            tasks.append(task)
-            stack.push_async_callback(_cancel, task)
-
+    async def _start(self, parts: Parts) -> None:
+        config, kafka, stack = self.config, self.kafka, parts.stack
         # 1. HTTP first: whoever waits for us can ask why.
-        health = bind(config.http_host, config.http_port)
-        port = health.getsockname()[1]
-        self._serve("http", health, health_app(self.not_ready, REGISTRY), stack, tasks)
+        sock = bind(config.http_host, config.http_port)
+        address = f"http://{config.http_host}:{sock.getsockname()[1]}"
+        parts.serve("http", sock, health_app(self.not_ready, REGISTRY))
         # 2. The tables. One process at a time has an embedded folder; the others wait here.
         folder = chdb_folder(config.dsn())
         if folder is not None:
-            await self._lock(folder, stack)
+            await self._lock(folder, parts)
         self._waits_for = "opening ClickHouse and loading models"
         models = asyncio.create_task(asyncio.to_thread(self._load_models))
         store = await asyncio.to_thread(self._open_store)
         stack.callback(store.close)
         self._models = await models
         if folder is not None:
-            await self._serve_sql(folder, stack, tasks)
+            await self._serve_sql(folder, parts)
         # 3. The broker. What is told by others is read up to now before anyone hears of us.
         self._waits_for = "connecting to Kafka"
         async with asyncio.timeout(START_TIMEOUT_S):
             for client in kafka.clients():
-                stack.push_async_callback(_close, client.stop)
-                await client.start()
-            stack.push_async_callback(_close, kafka.admin.close)
-            await kafka.admin.start()
+                await parts.open(client.start, client.stop)
+            await parts.open(kafka.admin.start, kafka.admin.close)
             await publish_schemas(kafka.producer, default_codec().schemas())
             await self.control.read_to_end()
             # 4. This process's life has a name.
-            address = f"http://{config.http_host}:{port}"
-            self._epoch, nonce = await join(kafka.producer, ROLE, config.slot, address)
-        self.fleet.joined(self._epoch)
-        stack.push_async_callback(self._leave)
-        log.info("joined", extra={"epoch": self._epoch, "address": address})
-        spawn("control", self.control.run())
-        spawn("heartbeats", follow_heartbeats(kafka.heartbeats, kafka.partition, self.fleet))
-        heartbeat = Heartbeat(ROLE, config.slot, self._epoch, nonce, address)
-        spawn("pulse", beat(kafka.heartbeat_producer, heartbeat))
+            await self.membership.join(kafka.producer, address)
+        stack.push_async_callback(self.membership.leave, kafka.producer)
+        parts.spawn("control", self.control.run())
+        parts.spawn("heartbeats", follow_heartbeats(kafka.heartbeats, kafka.partition, self.membership))
+        parts.spawn("pulse", beat(kafka.heartbeat_producer, self.membership.heartbeat))
         # 5. Usage, and with its partitions the batch shards.
         intake = self._intake = UsageIntake(store, kafka.producer, self.control.catch_up_schemas)
         stack.callback(intake.close)
-        spawn("shards", self._shards.run())
-        spawn("lag", watch_lag(kafka.control, self._usage_tps, self._committed_usage, intake.stored))
+        parts.spawn("shards", self._shards.run())
+        lag = watch_lag(kafka.control, self._usage_tps, self._committed_usage, intake.stored)
+        parts.spawn("lag", lag)
         datadir = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-ledger-"))
         app = kafka.faust_app(Path(datadir), intake.take, self._on_assigned)
-        stack.push_async_callback(_close, app.stop)
         async with asyncio.timeout(START_TIMEOUT_S):
-            app.finalize()
-            await app.start()
-        spawn("faust", _watch(app))
+            await parts.start_faust(app)
         self._waits_for = None
 
-    def _serve(
-        self, name: str, sock: Any, app: Any, stack: AsyncExitStack, tasks: list[asyncio.Task[Any]]
-    ) -> None:
-        server = HttpServer(app)
-        task = asyncio.create_task(server.serve(sockets=[sock]), name=name)
-        tasks.append(task)
-        stack.push_async_callback(_stop_http, server, task)
+    def _on_stopping(self) -> None:
+        self._waits_for = "stopping"
 
-    async def _lock(self, folder: Path, stack: AsyncExitStack) -> None:
+    async def _lock(self, folder: Path, parts: Parts) -> None:
         lock = FolderLock(folder)
         told = False
         while (holder := lock.try_acquire(self.config.slot)) is not None:
@@ -183,7 +150,7 @@ class LedgerService:
                 log.warning(self._waits_for)
                 told = True
             await asyncio.sleep(_LOCK_POLL_S)
-        stack.callback(lock.release)
+        parts.stack.callback(lock.release)
 
     def _load_models(self) -> dict[str, LoadedModel]:
         return load_models(Catalog.load(self.config.models_dir), self.config.model_ids())
@@ -195,14 +162,14 @@ class LedgerService:
             log.info("schema files applied", extra={"files": applied})
         return store
 
-    async def _serve_sql(self, folder: Path, stack: AsyncExitStack, tasks: list[asyncio.Task[Any]]) -> None:
+    async def _serve_sql(self, folder: Path, parts: Parts) -> None:
         config = self.config
         engine = await asyncio.to_thread(ReadOnlyEngine, folder)
         endpoint = SqlEndpoint(engine, config.query_limits(), config.sql_concurrent, config.http_host)
         sock = bind(config.http_host, config.sql_port)
         log.info("read-only SQL", extra={"port": sock.getsockname()[1]})
-        self._serve("sql", sock, endpoint.app, stack, tasks)
-        stack.callback(endpoint.close)
+        parts.serve("sql", sock, endpoint.app)
+        parts.stack.callback(endpoint.close)
 
     def _make_shard(self, shard: int, tenants: Callable[[], set[str]]) -> ShardCoordinator:
         config = self.config
@@ -210,7 +177,7 @@ class LedgerService:
             shard=shard,
             shards=config.shards,
             slot=config.slot,
-            epoch=self._epoch,
+            epoch=self.membership.epoch,
             end_ms=config.batch_end_ms,
             window=config.batch_window,
         )
@@ -219,7 +186,7 @@ class LedgerService:
             self.kafka.shard_clients(shard, self._committed),
             self.kafka.producer,
             self._models,
-            self.fleet.view,
+            self.membership.view,
             tenants,
         )
 
@@ -241,33 +208,3 @@ class LedgerService:
         self._assigned = bool(partitions)
         self._shards.hold(partitions)
         log.info("partitions assigned", extra={"partitions": sorted(partitions)})
-
-    async def _leave(self) -> None:
-        left = encode(Left(ROLE, self.config.slot, self._epoch, "stopped"))
-        with suppress(Exception):
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self.kafka.producer.send_and_wait(topics.EVENTS, left, partition=0)
-
-
-async def _cancel(task: "asyncio.Task[Any]") -> None:
-    task.cancel()
-    with suppress(asyncio.CancelledError, Exception):
-        await task
-
-
-async def _close(stop: Callable[[], Awaitable[Any]]) -> None:
-    # Closing hangs while the broker is away; nothing that matters is left to it by now.
-    with suppress(Exception):
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await stop()
-
-
-async def _stop_http(server: HttpServer, task: "asyncio.Task[Any]") -> None:
-    server.should_exit = True
-    with suppress(Exception):
-        await asyncio.wait_for(task, CLOSE_TIMEOUT_S)
-
-
-async def _watch(app: Any) -> None:
-    await app.wait_until_stopped()
-    raise app.crash_reason or RuntimeError("Faust stopped by itself")

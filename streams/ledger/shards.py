@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from schemas import topics
 from schemas.priority import PriorityClass
@@ -23,12 +23,21 @@ class Shards:
     def __init__(
         self,
         count: int,
-        tenants: Mapping[str, Tenant],
         make: Callable[[int, Callable[[], set[str]]], ShardCoordinator],
     ) -> None:
-        self._count, self._tenants, self._make = count, tenants, make
+        self._count, self._make = count, make
+        self._tenants: dict[str, Tenant] = {}
         self._held: set[int] = set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def put_tenant(self, name: str, tenant: Tenant | None) -> None:
+        """A record of control.tenants; None is a deletion. Raises ValueError for what is no tenant's name."""
+        if not topics.TENANT_NAME.fullmatch(name):
+            raise ValueError("key is no tenant's name")
+        if tenant is None:
+            self._tenants.pop(name, None)
+        else:
+            self._tenants[name] = tenant
 
     def hold(self, usage_partitions: set[int]) -> None:
         """The partitions of inference.usage that this process has now."""

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from schemas import topics
+from streams.consumer import Consumer, assign_at
 from streams.ledger.source_window import SourceWindow
 
 log = logging.getLogger(__name__)
@@ -16,22 +17,6 @@ _POLL_MS = 200
 _MAX_RECORDS = 64
 _MISSING_RETRY_S = 5.0
 _TIMEOUT_S = 30.0
-
-
-class Consumer(Protocol):
-    """The part of AIOKafkaConsumer that is needed; `Any` stands for its TopicPartition and record."""
-
-    async def start(self) -> None: ...
-    async def stop(self) -> None: ...
-    def assign(self, partitions: list[Any]) -> None: ...
-    def seek(self, partition: Any, offset: int) -> None: ...
-    async def position(self, partition: Any) -> int: ...
-    async def getmany(
-        self, *partitions: Any, timeout_ms: int = 0, max_records: int | None = None
-    ) -> dict[Any, list[Any]]: ...
-    async def beginning_offsets(self, partitions: Iterable[Any]) -> dict[Any, int]: ...
-    async def end_offsets(self, partitions: Iterable[Any]) -> dict[Any, int]: ...
-    async def topics(self) -> set[str]: ...
 
 
 class SourceReader:
@@ -86,9 +71,7 @@ class SourceReader:
             for tenant in new:
                 self.windows[tenant] = await self._window(tenant, begins[self._tp(tenant)])
         if present:
-            consumer.assign([self._tp(tenant) for tenant in sorted(present)])
-        for tenant in present:
-            consumer.seek(self._tp(tenant), self.windows[tenant].next_offset)
+            assign_at(consumer, {self._tp(t): self.windows[t].next_offset for t in sorted(present)})
         self._asked, self._assigned, self._assigned_at = wanted, present, time.monotonic()
 
     async def _window(self, tenant: str, begin: int) -> SourceWindow:

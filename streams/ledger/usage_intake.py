@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from schemas import topics
-from schemas.codec import CodecError, UnknownSchemaError, decode
+from schemas.codec import CodecError
 from schemas.headers import REASON
 from schemas.records import Usage
+from streams.consumer import decode_or_catch_up
 from streams.ledger.billing import BillingError, UsageRow, row_of
 from streams.ledger.metrics import DLQ, INSERT_FAILURES, INSERTS, ROWS
 
@@ -56,12 +57,7 @@ class UsageIntake:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def _decode(self, value: bytes) -> Usage:
-        try:
-            record = decode(value)
-        except UnknownSchemaError:
-            # Writers publish a schema before they use it, so it is there by now if it ever will be.
-            await self._catch_up()
-            record = decode(value)
+        record = await decode_or_catch_up(value, self._catch_up)
         if not isinstance(record, Usage):
             raise CodecError(f"{type(record).__name__} does not belong on {topics.USAGE}")
         return record

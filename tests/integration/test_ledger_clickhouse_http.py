@@ -17,9 +17,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from schemas.records import Usage
+from streams.http import HttpServer, bind
 from streams.ledger.billing import row_of
 from streams.ledger.clickhouse import BillingStore
-from streams.ledger.http import HttpServer, bind
 
 ACCEPTED_AT = 1_764_446_000_123
 DDL = Path(__file__).parents[2] / "infra" / "clickhouse"

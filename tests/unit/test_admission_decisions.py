@@ -80,7 +80,7 @@ class Driver:
     def heartbeat(self, slot: int = 0, epoch: int = EPOCH, **status: Any) -> list[Any]:
         self.heartbeats += 1
         heartbeat = Heartbeat("worker", slot, epoch, b"", worker=make_status(**status))
-        self.admission.on_heartbeat(heartbeat, self.heartbeats * 100)
+        self.admission.fleet.on_heartbeat(heartbeat, self.heartbeats * 100)
         return self.carry_out(self.admission.fleet_changed(self.now))
 
     def usage(self, request: InferenceRequest, output: int = 4, slot: int = 0, **fields: Any) -> list[Any]:
@@ -342,7 +342,7 @@ def test_the_wait_for_a_worker_begins_anew_when_one_was_there(driver: Driver) ->
     full(driver)
     driver.send(driver.request())
     driver.tick(60_000 - 11_000)
-    driver.admission.on_event(Left("worker", 0, EPOCH, "killed"), 99)
+    driver.admission.fleet.on_event(Left("worker", 0, EPOCH, "killed"), 99)
     driver.admission.fleet_changed(driver.now)
     driver.tick()
     assert driver.tick(9_999) == []
@@ -353,9 +353,9 @@ def test_a_worker_that_is_gone_gets_nothing_and_its_counts_are_dropped(driver: D
     driver.heartbeat(max_num_seqs=1)
     driver.send(driver.request())
     assert driver.send(driver.request()) == [Admitted]
-    driver.admission.on_event(Left("worker", 0, EPOCH, "killed"), 98)
+    driver.admission.fleet.on_event(Left("worker", 0, EPOCH, "killed"), 98)
     assert driver.carry_out(driver.admission.fleet_changed(driver.now)) == []
-    driver.admission.on_event(Join("worker", 0, b""), 99)
+    driver.admission.fleet.on_event(Join("worker", 0, b""), 99)
     assert [type(r) for r in driver.heartbeat(epoch=99, max_num_seqs=1)] == DISPATCHED
     assert driver.dispatches[-1].dispatch.epoch == 99
 
@@ -466,7 +466,7 @@ def test_every_request_has_one_outcome_and_nothing_leaks(steps: list[tuple[str, 
         elif what == "free":
             driver.heartbeat(max_num_seqs=2, mailbox_offsets=[driver.mailbox] * 3)
         elif what == "gone":
-            driver.admission.on_event(Left("worker", 0, EPOCH, "killed"), 99)
+            driver.admission.fleet.on_event(Left("worker", 0, EPOCH, "killed"), 99)
             driver.carry_out(driver.admission.fleet_changed(driver.now))
         elif chosen is not None and what == "cancel":
             driver.cancel(chosen)

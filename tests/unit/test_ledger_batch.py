@@ -29,9 +29,10 @@ from schemas.records import (
     TokenChunk,
     Tokens,
 )
-from streams.ledger.batch import MAX_RETRIES, RECOVERED_MS, SILENCE_MS, BatchShard
+from streams.ledger.batch import MAX_RETRIES, SILENCE_MS, BatchShard
 from streams.ledger.batch_actions import Action, AdmissionOffsets, Append, CancelRun, SendRequest
 from streams.ledger.batch_records import BatchItem, parse
+from streams.ledger.batch_recovery import RECOVERED_MS
 
 MODELS = load_models(Catalog.load(Path("none")), ["simulated"])
 P = 2  # the reply partition, and the requests partition, of shard 0
@@ -368,12 +369,12 @@ def test_a_request_named_by_the_old_owner_after_the_claim_is_claimed_alone() -> 
 def test_records_of_others_are_not_kept() -> None:
     world = World()
     world.say(Tokens(0, 1, [TokenChunk(b"x" * 16, 1, 0, [1])]))
-    assert not world.shard._recovered
+    assert not world.shard.recovery
     recovered = World([Tokens(0, 1, [TokenChunk(b"x" * 16, 1, 0, [1])])])
-    assert len(recovered.shard._recovered) == 1
+    assert len(recovered.shard.recovery) == 1
     recovered.now += RECOVERED_MS
     recovered.tick(100)
-    assert not recovered.shard._recovered
+    assert not recovered.shard.recovery
 
 
 @settings(max_examples=150, deadline=None)

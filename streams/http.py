@@ -1,4 +1,4 @@
-"""/health/live, /health/ready and /metrics, and any other app, in the loop of the ledger."""
+"""/health/live, /health/ready and /metrics, and any other app, in the loop of the service they speak for."""
 
 import socket
 from collections.abc import Callable, Iterator

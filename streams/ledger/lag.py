@@ -1,4 +1,4 @@
-"""Signs of life: the ledger's heartbeats, and whether usage is still being read."""
+"""How far the ledger is behind, and whether usage is still being read."""
 
 import asyncio
 import logging
@@ -6,33 +6,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from schemas import topics
-from schemas.codec import encode
-from schemas.fleet import HEARTBEAT_INTERVAL_S
-from schemas.records import Heartbeat
+from streams.consumer import Consumer
 from streams.ledger.metrics import LAG
-from streams.ledger.source_reader import Consumer
 
 log = logging.getLogger(__name__)
 
-_SEND_TIMEOUT_S = 1.0
 _LAG_S = 2.0
 _ASK_TIMEOUT_S = 30.0
 _STUCK_S = 30.0
-
-
-async def beat(producer: Any, heartbeat: Heartbeat) -> None:
-    """Sends heartbeats. One that the broker does not take in time is left out."""
-    value = encode(heartbeat)
-    due = time.monotonic()
-    while True:
-        try:
-            async with asyncio.timeout(_SEND_TIMEOUT_S):
-                await producer.send_and_wait(topics.HEARTBEATS, value, partition=0)
-        except Exception as e:
-            log.warning("no heartbeat could be sent", extra={"error": repr(e)})
-        due = max(due + HEARTBEAT_INTERVAL_S, time.monotonic())
-        await asyncio.sleep(due - time.monotonic())
 
 
 async def watch_lag(

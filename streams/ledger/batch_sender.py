@@ -1,0 +1,86 @@
+"""Carries out what a batch shard decides: requests, its own records, cancellations and seals."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from schemas import topics
+from schemas.codec import encode
+from schemas.headers import Headers, ReplyTo, reply_headers
+from schemas.priority import PriorityClass
+from schemas.records import InferenceRequest, Retry, Usage
+from streams.ledger.batch_actions import Action, Append, CancelRun, SendRequest
+from streams.ledger.metrics import BATCH_RETRIES
+
+log = logging.getLogger(__name__)
+
+SEND_TIMEOUT_S = 30.0
+
+
+class BatchSender:
+    """`producer` is started. `on_sent(request_id, attempt, offset)` is called when a request is acked."""
+
+    def __init__(
+        self, producer: Any, reply_partition: int, shards: int, on_sent: Callable[[bytes, int, int], None]
+    ) -> None:
+        self._producer, self._reply_partition, self._shards = producer, reply_partition, shards
+        self._on_sent = on_sent
+        self._failed = asyncio.Event()
+        self._error: BaseException | None = None
+
+    async def execute(self, actions: Iterable[Action]) -> None:
+        """Hands them to the producer in order; acks are looked at when they come."""
+        for action in actions:
+            match action:
+                case SendRequest(request):
+                    await self._send_request(request)
+                case Append(record):
+                    if isinstance(record, Retry):
+                        BATCH_RETRIES.inc()
+                        log.warning(
+                            "batch request retried",
+                            extra={"request_id": record.request_id, "reason": record.reason},
+                        )
+                    future = await self._send(topics.TOKENS, self._reply_partition, encode(record))
+                    future.add_done_callback(self._check)
+                case CancelRun(record):
+                    partition = topics.tenant_partition(record.tenant, PriorityClass.BATCH, self._shards)
+                    future = await self._send(topics.CANCELLATIONS, partition, encode(record))
+                    future.add_done_callback(self._check)
+
+    async def seal(self, usages: Iterable[Usage]) -> None:
+        """Returns when the broker has acked all of them."""
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            for usage in usages:
+                partition = topics.tenant_partition(usage.tenant, usage.priority, self._shards)
+                await self._producer.send_and_wait(topics.USAGE, encode(usage), partition=partition)
+
+    async def watch(self) -> None:
+        """Raises RuntimeError when a record was not acked."""
+        await self._failed.wait()
+        raise RuntimeError("a record could not be sent") from self._error
+
+    async def _send_request(self, request: InferenceRequest) -> None:
+        rid, attempt = request.request_id, request.attempt
+
+        def sent(done: Any) -> None:
+            if self._check(done):
+                self._on_sent(rid, attempt, done.result().offset)
+
+        partition = topics.tenant_partition(request.tenant, request.priority, self._shards)
+        headers = reply_headers(ReplyTo(rid, attempt, request.reply_partition))
+        future = await self._send(topics.REQUESTS, partition, encode(request), headers)
+        future.add_done_callback(sent)
+
+    async def _send(self, topic: str, partition: int, value: bytes, headers: Headers | None = None) -> Any:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            return await self._producer.send(topic, value, partition=partition, headers=headers)
+
+    def _check(self, done: Any) -> bool:
+        if done.cancelled():
+            return False
+        if (error := done.exception()) is not None:
+            self._error = error
+            self._failed.set()
+        return error is None
