@@ -40,13 +40,12 @@ class TenantBook:
         for key in tenant.keys:
             self._by_key_id.setdefault(key.key_id, []).append(_Entry(key.sha256, tenant))
 
-    def authenticate(self, headers: Mapping[bytes, bytes]) -> Tenant:
-        """The tenant whose key is in `authorization` or `x-api-key` (lower-case names).
+    def authenticate(self, key: str) -> Tenant:
+        """The tenant whose key it is.
 
         Raises ApiError 401, or 403 for a tenant that is disabled. Takes the same time for an unknown key
         as for a wrong one.
         """
-        key = _presented_key(headers)
         digest = hash_key(key)
         found: Tenant | None = None
         for entry in self._by_key_id.get(key_id(key), [_Entry(_NO_HASH, _NOBODY)]):
@@ -71,7 +70,8 @@ class TenantBook:
 _NOBODY = Tenant(name="nobody", tier=0, keys=[], limits=[])
 
 
-def _presented_key(headers: Mapping[bytes, bytes]) -> str:
+def presented_key(headers: Mapping[bytes, bytes]) -> str:
+    """The key in `authorization` or `x-api-key` (lower-case names). Raises ApiError 401 for what is none."""
     bearer = headers.get(b"authorization")
     if bearer is not None:
         scheme, _, value = bearer.partition(b" ")

@@ -58,7 +58,7 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
-        self.serving = Serving(config)
+        self.serving = Serving(config, self._catch_up_tenants)
         self._socket = _listen(config)
         self.port: int = self._socket.getsockname()[1]
         self._log = TokenLog(
@@ -83,6 +83,9 @@ class Gateway:
                 timeout_graceful_shutdown=_GRACEFUL_S,
             )
         )
+
+    async def _catch_up_tenants(self) -> None:
+        await self._log.catch_up_tenants()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop`, then drains and leaves.

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from gateway.auth import TenantBook
+from gateway.auth import TenantBook, presented_key
 from gateway.config import GatewayConfig
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
@@ -15,7 +15,7 @@ from gateway.reader import Reader
 from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
 from schemas.models import LoadedModel
-from schemas.records import Completion
+from schemas.records import Completion, Tenant
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +26,16 @@ _DEAF_S = 5.0
 class Serving:
     """`outbox` and `owner` are there once the gateway has joined.
 
-    `heard_at` is when heartbeats last came from Kafka (monotonic seconds): the log's clock, which judges
-    all others, stands still with the broker.
+    `catch_up_tenants` reads control.tenants to its end. `heard_at` is when heartbeats last came from Kafka
+    (monotonic seconds): the log's clock, which judges all others, stands still with the broker.
     """
 
     outbox: Outbox
     owner: Owner
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, catch_up_tenants: Callable[[], Awaitable[None]]) -> None:
         self.config = config
+        self._catch_up_tenants = catch_up_tenants
         self.metrics = Metrics()
         self.tenants = TenantBook()
         self.view = FleetView()
@@ -54,6 +55,20 @@ class Serving:
             raise ApiError(503, "draining", "this gateway is being stopped; try again", None, 1_000)
         if not self.joined:
             raise ApiError(503, "starting", "this gateway is still starting; try again", None, 1_000)
+
+    async def authenticate(self, headers: Mapping[bytes, bytes]) -> Tenant:
+        """The tenant that calls. Raises ApiError 401 or 403.
+
+        A key that is not known may be new: control.tenants is read to its end before it is refused.
+        """
+        key = presented_key(headers)
+        try:
+            return self.tenants.authenticate(key)
+        except ApiError as error:
+            if error.status != 401:
+                raise
+        await self._catch_up_tenants()
+        return self.tenants.authenticate(key)
 
     def not_ready(self, now: float) -> list[str]:
         """Why a load balancer should not send requests here; empty when it should. `now`: monotonic s."""

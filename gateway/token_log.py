@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
-from aiokafka.errors import OffsetOutOfRangeError
+from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from gateway.auth import TenantBook
 from gateway.owner import reply_partitions
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 _POLL_MS = 1_000
 _STOP_S = 5.0
 _SCHEMA_WAIT_S = 1.0
+_CATCH_UP_S = 2.0
 _HEARTBEAT_BATCH = {"fetch_min_bytes": 1 << 20, "fetch_max_wait_ms": 100}
 _SCHEMAS = TopicPartition(topics.SCHEMAS, 0)
 _TENANTS = TopicPartition(topics.TENANTS, 0)
@@ -77,6 +78,9 @@ class TokenLog:
         self._on_undecodable = on_undecodable
         self._codec = default_codec()
         self._learned = asyncio.Event()
+        self._control_moved = asyncio.Event()
+        self._looking = asyncio.Lock()
+        self._looked_at = -1.0
         self.heard_at = 0.0
         self._replies = [TopicPartition(topics.TOKENS, p) for p in reply_partitions(slot)]
         self._tokens = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers, **CONSUMER_SETTINGS)
@@ -132,6 +136,25 @@ class TokenLog:
             for messages in sorted(batches, key=lambda batch: batch[0].topic != topics.SCHEMAS):
                 for message in messages:
                     self._on_control(message)
+            self._control_moved.set()
+
+    async def catch_up_tenants(self) -> None:
+        """Returns when all tenants that were written before this call are read, or after 2 s.
+
+        Asked when a key is not known, so that a tenant is served from the moment its creation is acked. Calls
+        that come while another looks share the next look.
+        """
+        asked_at = time.monotonic()
+        async with self._looking:
+            if self._looked_at >= asked_at:
+                return
+            self._looked_at = time.monotonic()
+            with suppress(TimeoutError, KafkaError):
+                async with asyncio.timeout(_CATCH_UP_S):
+                    end = (await self._control.end_offsets([_TENANTS]))[_TENANTS]
+                    while await self._control.position(_TENANTS) < end:
+                        self._control_moved.clear()
+                        await self._control_moved.wait()
 
     async def _read_control(self) -> None:
         partitions = [_SCHEMAS, _TENANTS]

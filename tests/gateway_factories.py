@@ -72,7 +72,9 @@ class Stand:
     """A joined gateway without Kafka: `call` makes requests, the other methods are admission and worker."""
 
     def __init__(self, **changes: Any) -> None:
-        self.serving = Serving(config(**changes))
+        self.catch_ups = 0
+        self.late_tenants: list[Tenant] = []
+        self.serving = Serving(config(**changes), self._catch_up_tenants)
         self.outbox = RecordingOutbox()
         self.serving.outbox = self.outbox
         self.serving.owner = Owner(SLOT, EPOCH, shards=4, cancel_timeout_ms=30_000)
@@ -84,6 +86,11 @@ class Stand:
 
     def call(self, method: str = "POST", path: str = "/v1/generate", **options: Any) -> "Call":
         return Call(self.app, method, path, **options)
+
+    async def _catch_up_tenants(self) -> None:
+        self.catch_ups += 1
+        for tenant in self.late_tenants:
+            self.serving.tenants.put(tenant.name, tenant)
 
     async def request(self) -> InferenceRequest:
         async with asyncio.timeout(5):

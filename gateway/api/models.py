@@ -10,14 +10,14 @@ from schemas.api.errors import ApiError
 
 async def list_models(serving: Serving, exchange: Exchange) -> None:
     serving.check_open()
-    serving.tenants.authenticate(exchange.headers)
+    await serving.authenticate(exchange.headers)
     models = [_model(serving, model_id) for model_id in sorted(serving.models)]
     await exchange.respond(200, sse.to_json({"object": "list", "data": models}))
 
 
 async def get_model(serving: Serving, exchange: Exchange) -> None:
     serving.check_open()
-    serving.tenants.authenticate(exchange.headers)
+    await serving.authenticate(exchange.headers)
     model_id: str = exchange.scope["path_params"]["model"]
     if model_id not in serving.models:
         raise ApiError(404, "model_not_found", f"model {model_id!r} does not exist", "model")

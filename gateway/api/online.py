@@ -38,7 +38,7 @@ async def serve(
     """Answers one request, streaming or whole. Raises ApiError for a refusal, ClientGoneError."""
     config = serving.config
     serving.check_open()  # first: before the tenants are read no key is known
-    tenant = serving.tenants.authenticate(exchange.headers)
+    tenant = await serving.authenticate(exchange.headers)
     body = await exchange.read_body(config.max_body_bytes, config.body_timeout_s)
     if len(body) <= config.inline_body_bytes:
         prepared = _prepare(serving, body, kind)

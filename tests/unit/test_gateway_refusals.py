@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from gateway.errors import ErrorBoundary
 from gateway.owned_request import OwnedRequest
 from schemas.api.errors import ApiError
+from schemas.api_keys import new_key
+from schemas.records import Tenant
 from tests.gateway_factories import DISABLED_KEY, FREE_KEY, Stand
 
 BODY = {"model": "simulated", "prompt": "hi", "max_tokens": 4}
@@ -161,6 +163,17 @@ async def test_refusal(refusal: Refusal, caplog: pytest.LogCaptureFixture) -> No
     assert refusal.headers.items() <= call.headers.items()
     assert (b"retry-after" in call.headers) == (refusal.status in (429, 503))
     assert not stand.serving.readers
+
+
+async def test_a_key_made_a_moment_ago_is_served_and_only_an_unknown_one_costs_a_look() -> None:
+    stand, (key, kept) = Stand(), new_key(0)
+    stand.late_tenants = [Tenant("new", 0, [kept], [])]
+    for _ in range(2):
+        assert (await stand.call("GET", "/v1/models", key=key).finish()).status == 200
+    assert stand.catch_ups == 1
+    assert (await stand.call("GET", "/v1/models", key="hr_short").finish()).status == 401
+    assert (await stand.call("GET", "/v1/models", key=DISABLED_KEY).finish()).status == 403
+    assert stand.catch_ups == 1
 
 
 async def test_an_internal_error_is_in_the_log_with_its_request_id(caplog: pytest.LogCaptureFixture) -> None:
