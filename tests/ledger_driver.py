@@ -52,8 +52,10 @@ class LedgerDriver:
         self._tps = [
             TopicPartition(topics.REQUESTS, topics.partition(shard, 2)) for shard in range(self.layout.shards)
         ]
+        ends = await self._consumer.end_offsets(self._tps)
+        # Nothing may run between these lines: a partition without a place is an error to the consumer.
         self._consumer.assign(self._tps)
-        for tp, end in (await self._consumer.end_offsets(self._tps)).items():
+        for tp, end in ends.items():
             self._consumer.seek(tp, end)
             self.takeover[tp.partition] = end
         self._lives["admission", 0] = await join(self._producer, "admission", 0)
