@@ -133,7 +133,9 @@ async def batch_records(target: Target, console: Console) -> None:
         answer = answers[custom_id]
         if answer.get("error"):
             raise JobError(f"batch record {custom_id} was answered with {answer['error']}")
-        console.print(f"[dim]{body['prompt']}[/]{answer['text']}", highlight=False)
+        one_line = answer["text"].replace("\n", " ⏎ ")
+        console.print(f"{body['prompt']}[dim] …[/]", end="", highlight=False)
+        console.out(one_line, highlight=False)
 
 
 async def show_bill(client: httpx.AsyncClient, target: Target, console: Console, expected: int) -> None:

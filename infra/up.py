@@ -109,7 +109,7 @@ def main(
         data_dir.resolve(),
         models_dir.resolve(),
     )
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         uvloop.run(_up(options, console))
     except Interrupted:
