@@ -27,8 +27,8 @@ class ControlFollower:
         on_tenant: Callable[[str, Tenant | None], None],
     ) -> None:
         self._consumer, self._membership, self._on_tenant = consumer, membership, on_tenant
-        self._schemas = partition(topics.SCHEMAS, 0)
-        self._all = [self._schemas, partition(topics.TENANTS, 0), partition(topics.EVENTS, 0)]
+        self._schemas, self._tenants = partition(topics.SCHEMAS, 0), partition(topics.TENANTS, 0)
+        self._all = [self._schemas, self._tenants, partition(topics.EVENTS, 0)]
         self._moved = asyncio.Event()
 
     async def read_to_end(self) -> None:
@@ -46,14 +46,21 @@ class ControlFollower:
 
     async def catch_up_schemas(self, timeout: float = 2.0) -> None:
         """Returns when `run` has read what control.schemas holds now, or after `timeout` seconds."""
+        await self._catch_up(self._schemas, timeout)
+
+    async def catch_up_tenants(self, timeout: float = 2.0) -> None:
+        """Returns when `run` has read what control.tenants holds now, or after `timeout` seconds."""
+        await self._catch_up(self._tenants, timeout)
+
+    async def _catch_up(self, partition: Any, timeout: float) -> None:
         try:
             async with asyncio.timeout(timeout):
-                end = (await self._consumer.end_offsets([self._schemas]))[self._schemas]
-                while await self._consumer.position(self._schemas) < end:
+                end = (await self._consumer.end_offsets([partition]))[partition]
+                while await self._consumer.position(partition) < end:
                     self._moved.clear()
                     await self._moved.wait()
         except TimeoutError:
-            log.warning("control.schemas was not read to its end in %.1f s", timeout)
+            log.warning("%s was not read to its end in %.1f s", partition.topic, timeout)
 
     def _apply(self, batch: dict[Any, list[Any]]) -> None:
         for partition in self._all:

@@ -18,19 +18,24 @@ log = logging.getLogger(__name__)
 
 
 class Intake:
-    """`catch_up` reads control.schemas to its end: asked when a writer's schema is not known yet."""
+    """`catch_up_schemas` reads control.schemas to its end: asked when a writer's schema is not known yet.
+
+    `catch_up_tenants` the same for control.tenants and a tenant: it may have been made a moment ago.
+    """
 
     def __init__(
         self,
         admission: Admission,
         metrics: Metrics,
         clock: Callable[[], int],
-        catch_up: Callable[[], Awaitable[None]],
+        catch_up_schemas: Callable[[], Awaitable[None]],
+        catch_up_tenants: Callable[[], Awaitable[None]],
     ) -> None:
         self._admission = admission
         self._metrics = metrics
         self._clock = clock
-        self._catch_up = catch_up
+        self._catch_up_schemas = catch_up_schemas
+        self._catch_up_tenants = catch_up_tenants
 
     async def on_record(
         self,
@@ -47,7 +52,9 @@ class Intake:
             return []
         headers = [(name, content or b"") for name, content in raw_headers or ()]
         try:
-            record = await decode_or_catch_up(value or b"", self._catch_up)
+            record = await decode_or_catch_up(value or b"", self._catch_up_schemas)
+            if isinstance(record, InferenceRequest) and record.tenant not in self._admission.tenants:
+                await self._catch_up_tenants()
             actions = self._decide(record, value or b"", partition, offset, headers)
         except Exception as error:
             if not isinstance(error, CodecError):

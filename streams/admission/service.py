@@ -81,7 +81,13 @@ class AdmissionService:
         )
         self.control = ControlFollower(kafka.control, kafka.partition, self.membership, self._on_tenant)
         self.usage = UsageFollower(kafka.usage, kafka.partition, self.admission, self.dispatcher.put, _now)
-        self.intake = Intake(self.admission, self.metrics, _now, self.control.catch_up_schemas)
+        self.intake = Intake(
+            self.admission,
+            self.metrics,
+            _now,
+            self.control.catch_up_schemas,
+            self.control.catch_up_tenants,
+        )
 
     def not_ready(self) -> str | None:
         """Why requests are not served yet, or None."""

@@ -19,6 +19,9 @@ class Tenants:
     def __len__(self) -> int:
         return len(self._tenants)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._tenants
+
     def put(self, name: str, tenant: Tenant | None, now: int) -> None:
         """A record of the topic; None is a deletion.
 

@@ -185,6 +185,17 @@ async def test_a_tenant_is_in_force_two_seconds_after_its_record(client: Fleet) 
         await client.put_tenant(None, "late")
 
 
+async def test_a_tenant_is_served_from_the_moment_its_record_is_acked(client: Fleet) -> None:
+    async with worker(client, 0):
+        await settled(client)
+        for number in range(5):
+            name = f"new-{number}"
+            await client.put_tenant(make_tenant(name), name)
+            request = make_request(tenant=name)
+            await client.send(request)
+            assert isinstance(await client.answer(request, Rejected | Dispatched), Dispatched)
+
+
 async def test_nothing_goes_to_a_worker_that_left(client: Fleet) -> None:
     async with worker(client, 1):
         await settled(client)

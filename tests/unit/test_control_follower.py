@@ -117,6 +117,15 @@ async def test_schemas_are_caught_up_with_while_it_follows() -> None:
     assert reader.tenants == {"new": tenant("new")}
 
 
+async def test_a_tenant_made_a_moment_ago_is_there_after_catching_up() -> None:
+    reader = Reader()
+    await reader.follower.read_to_end()
+    async with running(reader.follower.run()):
+        reader.put("new")
+        await reader.follower.catch_up_tenants()
+        assert reader.tenants == {"new": tenant("new")}
+
+
 async def test_catching_up_with_schemas_that_nobody_reads_ends_in_time() -> None:
     reader = Reader()
     await reader.follower.read_to_end()
