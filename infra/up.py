@@ -30,7 +30,7 @@ from infra.local.stack import Stack, StackError
 from infra.main_job import JobError, Target
 from infra.tenants import TenantError, add_key, create_tenant, read_tenants
 from infra.topics.create import TopicError
-from schemas.catalog import SIMULATED_MODEL
+from schemas.catalog import SIMULATED_MODEL, Catalog, CatalogError
 from schemas.priority import PriorityClass
 
 DEMO_TENANT = "demo"
@@ -39,6 +39,7 @@ _KEY_FILE = "demo.key"
 _DATA_ENTRIES = ("kafka", "ledger", "logs", "endpoints.json", _KEY_FILE)
 _EXPECTED = (
     BrokerError,
+    CatalogError,
     ChildError,
     JavaError,
     JobError,
@@ -59,6 +60,7 @@ class Options:
     once: bool
     fresh: bool
     simulated: bool
+    model: str
     deterministic: bool
     step_ms: float
     workers: int
@@ -81,6 +83,9 @@ def main(
         bool, typer.Option("--fresh", help="Begin anew: forget all data of earlier runs.")
     ] = False,
     runner: Annotated[str, typer.Option(help="torch: a real model; simulated: needs none.")] = "torch",
+    model: Annotated[
+        str, typer.Option(help="Catalogue id; another than the embedded must be there.")
+    ] = MODEL_ID,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Equal output whatever the batch.")
     ] = False,
@@ -100,6 +105,7 @@ def main(
         once,
         fresh,
         simulated,
+        SIMULATED_MODEL if simulated else model,
         deterministic,
         step_ms,
         workers,
@@ -137,14 +143,14 @@ async def _up(options: Options, console: Console) -> None:
     def report(message: str) -> None:
         console.print(f"[dim]{time.monotonic() - started:6.1f} s[/]  {message}")
 
-    model_id = SIMULATED_MODEL if options.simulated else MODEL_ID
-    if not options.simulated:
+    if options.model == MODEL_ID:
         await _unless(interrupted, asyncio.to_thread(ensure_model, options.models_dir, report))
+    Catalog.load(options.models_dir).get(options.model)
     stack = Stack(
         StackConfig(
             data_dir=options.data_dir,
             models_dir=options.models_dir,
-            models=(model_id,),
+            models=(options.model,),
             runner="simulated" if options.simulated else "torch",
             deterministic=options.deterministic,
             step_ms=options.step_ms if options.simulated else None,
@@ -159,7 +165,7 @@ async def _up(options: Options, console: Console) -> None:
     try:
         await _unless(interrupted, stack.start())
         report("all is ready")
-        await _unless(interrupted, _while_alive(stack, _show_and_stay(stack, options, model_id, console)))
+        await _unless(interrupted, _while_alive(stack, _show_and_stay(stack, options, console)))
     finally:
         Endpoints.forget(options.data_dir)
         await stack.stop()
@@ -193,7 +199,7 @@ async def _while_alive(stack: Stack, work: Awaitable[None]) -> None:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _show_and_stay(stack: Stack, options: Options, model_id: str, console: Console) -> None:
+async def _show_and_stay(stack: Stack, options: Options, console: Console) -> None:
     layout = stack.config.layout
     endpoints = Endpoints(
         stack.bootstrap_servers,
@@ -206,11 +212,11 @@ async def _show_and_stay(stack: Stack, options: Options, model_id: str, console:
     endpoints.save(options.data_dir)
     key = await _demo_key(stack, options.data_dir / _KEY_FILE)
     await main_job.show(
-        Target(endpoints.gateway, endpoints.kafka, endpoints.sql, DEMO_TENANT, key, model_id), console
+        Target(endpoints.gateway, endpoints.kafka, endpoints.sql, DEMO_TENANT, key, options.model), console
     )
     if options.once:
         return
-    _print_guide(console, endpoints, key, model_id, options.data_dir)
+    _print_guide(console, endpoints, key, options.model, options.data_dir)
     await live_figures.follow(stack, console)
 
 

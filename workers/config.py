@@ -9,9 +9,6 @@ from workers.scheduler import SchedulerConfig
 
 RUNNERS = ("torch", "simulated")
 
-# Told to every service of a stack, of no use here.
-_OTHERS_VARIABLES = ("HEADRACE_MODELS",)
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(CommonConfig):
@@ -80,4 +77,4 @@ class WorkerConfig(CommonConfig):
 
 def load_config(environ: Mapping[str, str]) -> WorkerConfig:
     """Raises schemas.config.ConfigError with every error found."""
-    return from_env(WorkerConfig, environ, also_known=_OTHERS_VARIABLES)
+    return from_env(WorkerConfig, environ)
