@@ -90,14 +90,11 @@ def _parse(annotation: Any, text: str) -> Any:
     return text
 
 
-def from_env(cls: type[T], environ: Mapping[str, str], also_known: Iterable[str] = ()) -> T:
-    """`cls` filled from `environ`. `also_known`: names that belong to other services of the same stack.
-
-    Raises ConfigError with every error found.
-    """
+def from_env(cls: type[T], environ: Mapping[str, str]) -> T:
+    """`cls` filled from `environ`. Raises ConfigError with every error found."""
     hints = typing.get_type_hints(cls)
     fields = {PREFIX + f.name.upper(): f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    known = fields.keys() | _COMMAND_VARIABLES | set(also_known)
+    known = fields.keys() | _COMMAND_VARIABLES
     errors = [
         f"{name} is not a setting; {_closest(name, known)}"
         for name in sorted(environ)
