@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -60,10 +59,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_the_second_run_is_quick_and_silent(project: Path) -> None:
-    started = time.monotonic()
+def test_the_second_run_is_silent(project: Path) -> None:
     again = run(project)
-    assert time.monotonic() - started < 2  # a few tens of milliseconds on an idle machine
     assert (again.returncode, again.stderr) == (0, "")
 
 

@@ -3,7 +3,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -248,9 +247,7 @@ async def test_a_large_log_is_set_aside_at_the_next_start(make_child: MakeChild)
     log_file.parent.mkdir()
     with log_file.open("wb") as log:
         log.truncate((16 << 20) + 1)
-    started = time.monotonic()
     await child.start()
     await child.stop()
     assert log_file.stat().st_size < 1000
     assert log_file.with_name("one.log.1").stat().st_size > 16 << 20
-    assert time.monotonic() - started < 5
