@@ -5,6 +5,7 @@ newest heartbeat of anyone is 1 s younger than its own last. So a stalled broker
 watcher that was stopped and wakes accuses nobody: it judges only while its own heartbeat comes back.
 """
 
+import asyncio
 import secrets
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -160,5 +161,10 @@ async def join(
 
 async def publish_schemas(producer: Producer, schemas: dict[str, str]) -> None:
     """Puts the writer's schemas into control.schemas before it writes anything else."""
-    for fingerprint, text in schemas.items():
-        await producer.send_and_wait(topics.SCHEMAS, text.encode(), key=fingerprint.encode(), partition=0)
+    # All at once, so that they are one batch and not a round trip each at every start.
+    await asyncio.gather(
+        *(
+            producer.send_and_wait(topics.SCHEMAS, text.encode(), key=fingerprint.encode(), partition=0)
+            for fingerprint, text in schemas.items()
+        )
+    )

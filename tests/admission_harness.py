@@ -2,26 +2,16 @@
 
 import asyncio
 import os
-import random
-import signal
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
-
-from infra.local.ports import claim_port
 from schemas import topics
-from schemas.codec import decode, encode
-from schemas.fleet import CONSUMER_SETTINGS, PRODUCER_SETTINGS, join
-from schemas.headers import Headers, ReplyTo, reply_headers
+from schemas.codec import encode
+from schemas.fleet import join
+from schemas.headers import ReplyTo, reply_headers
 from schemas.records import (
     Cancellation,
     ClassLimits,
@@ -34,10 +24,10 @@ from schemas.records import (
     WorkerStatus,
 )
 from schemas.topics import Layout
+from tests.log_reader import LogReader
+from tests.service_process import ServiceProcess
 
-DEADLINE_S = 30.0
 LAYOUT = Layout(shards=2, worker_slots=2, gateway_slots=2)
-ROOT = Path(__file__).parent.parent
 MODEL = "simulated"
 
 
@@ -88,90 +78,15 @@ def make_tenant(name: str = "demo", **fields: Any) -> Tenant:
     return Tenant(**{"name": name, "tier": 0, "keys": [], "limits": [], **fields})
 
 
-class AdmissionProcess:
+class AdmissionProcess(ServiceProcess):
     """`python -m streams admission`."""
 
     def __init__(self, bootstrap: str, log_dir: Path, slot: int = 0, **settings: str) -> None:
-        self.port = claim_port(0, "admission", random.Random())
-        self.log_file = log_dir / f"admission-{slot}-{self.port}.log"
-        env = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
-        env |= {
-            "HEADRACE_KAFKA": bootstrap,
-            "HEADRACE_SLOT": str(slot),
-            "HEADRACE_HTTP_PORT": str(self.port),
-            "HEADRACE_SHARDS": str(LAYOUT.shards),
-            "HEADRACE_WORKER_SLOTS": str(LAYOUT.worker_slots),
-            "HEADRACE_GATEWAY_SLOTS": str(LAYOUT.gateway_slots),
-            **settings,
-        }
-        with self.log_file.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "streams", "admission"], env=env, cwd=ROOT, stdout=log, stderr=log
-            )
-
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while self.get("/health/ready")[0] != 200:
-            assert self.process.poll() is None, self.log_file.read_text()
-            assert time.monotonic() < deadline, self.log_file.read_text()
-            time.sleep(0.05)
-
-    def get(self, path: str) -> tuple[int, str]:
-        """(status, body); status 0 when nobody listens."""
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as response:
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-        except OSError:
-            return 0, ""
-
-    def stop(self) -> int:
-        """SIGTERM, and the exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(DEADLINE_S)
-        finally:
-            self.kill()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        super().__init__(["streams", "admission"], "admission", bootstrap, LAYOUT, slot, log_dir, settings)
 
 
-@dataclass
-class Seen:
-    """A record as it lies in the log. `value` is None where it cannot be decoded."""
-
-    topic: str
-    partition: int
-    offset: int
-    value: Any
-    raw: bytes
-    headers: Headers
-
-
-@dataclass
-class Fleet:
+class Fleet(LogReader):
     """Plays owners and workers: one producer, and a reader of all that admission says."""
-
-    producer: AIOKafkaProducer
-    consumer: AIOKafkaConsumer
-    seen: list[Seen] = field(default_factory=list)
-
-    async def wait_for(self, condition: Callable[[], Any], timeout: float = DEADLINE_S) -> Any:
-        """Reads on until the condition gives something, and returns that."""
-        async with asyncio.timeout(timeout):
-            while not (result := condition()):
-                await self._read()
-            return result
-
-    async def read_for(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            await self._read()
 
     def answers(self, request: InferenceRequest, kind: Any) -> list[Any]:
         """Records of a kind (or several, `A | B`) about a request, in order."""
@@ -214,15 +129,6 @@ class Fleet:
         key = (tenant.name if tenant else name).encode()
         await self.producer.send_and_wait(topics.TENANTS, value, key=key, partition=0)
 
-    async def _read(self) -> None:
-        for records in (await self.consumer.getmany(timeout_ms=20)).values():
-            for r in records:
-                try:
-                    value = decode(r.value)
-                except ValueError:
-                    value = None
-                self.seen.append(Seen(r.topic, r.partition, r.offset, value, r.value, list(r.headers)))
-
 
 def about(record: Any) -> tuple[bytes, int] | None:
     """(request_id, attempt) of a record."""
@@ -232,29 +138,9 @@ def about(record: Any) -> tuple[bytes, int] | None:
     return None if request_id is None else (request_id, record.attempt)
 
 
-@asynccontextmanager
-async def fleet(bootstrap: str) -> AsyncIterator[Fleet]:
-    producer = AIOKafkaProducer(bootstrap_servers=bootstrap, **PRODUCER_SETTINGS)
-    consumer = AIOKafkaConsumer(bootstrap_servers=bootstrap, **CONSUMER_SETTINGS)
-    await producer.start()
-    await consumer.start()
-    try:
-        names = [
-            topics.TOKENS,
-            topics.PREFILL,
-            topics.HEARTBEATS,
-            topics.DECISIONS,
-            topics.dlq(topics.REQUESTS),
-        ]
-        counts = {spec.name: spec.partitions for spec in topics.topic_specs(LAYOUT)}
-        partitions = [TopicPartition(name, p) for name in names for p in range(counts[name])]
-        consumer.assign(partitions)
-        for partition, end in (await consumer.end_offsets(partitions)).items():
-            consumer.seek(partition, end)
-        yield Fleet(producer, consumer)
-    finally:
-        await consumer.stop()
-        await producer.stop()
+def fleet(bootstrap: str) -> AbstractAsyncContextManager[Fleet]:
+    read = (topics.TOKENS, topics.PREFILL, topics.HEARTBEATS, topics.DECISIONS, topics.dlq(topics.REQUESTS))
+    return Fleet.open(bootstrap, LAYOUT, read)
 
 
 @asynccontextmanager

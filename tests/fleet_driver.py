@@ -80,8 +80,10 @@ class FleetDriver:
             for topic in (topics.REQUESTS, topics.CANCELLATIONS, topics.USAGE)
             for p in hashed
         ]
+        places = await self._consumer.end_offsets(partitions)
+        # With nothing awaited in between: a partition without a place is an error to the consumer.
         self._consumer.assign(partitions)
-        for partition, offset in (await self._consumer.end_offsets(partitions)).items():
+        for partition, offset in places.items():
             self._consumer.seek(partition, offset)
             if partition.topic == topics.REQUESTS:
                 self.takeover_offsets[partition.partition] = offset

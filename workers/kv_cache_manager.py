@@ -17,10 +17,6 @@ class KVCacheManager:
         """Blocks that hold the KV of `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(self, request: Request, num_new_tokens: int) -> bool:
-        """Whether `allocate_slots` would succeed now."""
-        return self._num_missing_blocks(request, num_new_tokens) <= self.pool.num_free_blocks
-
     def allocate_slots(self, request: Request, num_new_tokens: int) -> bool:
         """Gives the request blocks for `num_new_tokens` beyond what it has computed.
 

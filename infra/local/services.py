@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from schemas.config import PREFIX
 from schemas.topics import Layout
 
-PREFIX = "HEADRACE_"
 _GATEWAY_DRAIN_S = 5
 
 

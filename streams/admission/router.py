@@ -48,9 +48,7 @@ class Worker:
     heartbeat: Heartbeat
     status: WorkerStatus
     draining: bool
-    in_flight: tuple[deque[InFlight], ...] = field(
-        default_factory=lambda: tuple(deque() for _ in PriorityClass)
-    )
+    in_flight: tuple[deque[InFlight], ...] = field(default_factory=_empty_mailboxes)
     in_flight_seqs: int = 0
     in_flight_blocks: int = 0
     in_flight_prefill: int = 0

@@ -15,9 +15,9 @@ from infra.topics.create import create_topics
 from schemas import topics
 from schemas.headers import REASON, ReplyTo, reply_headers
 from schemas.records import Completion, Dispatch, Heartbeat, InferenceRequest, Left, Tokens
+from tests.service_process import ROOT
 from tests.worker_harness import (
     LAYOUT,
-    ROOT,
     FleetClient,
     WorkerProcess,
     fleet_client,

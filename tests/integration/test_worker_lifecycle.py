@@ -15,9 +15,9 @@ import pytest
 from infra.local.broker import Broker
 from infra.topics.create import create_topics
 from schemas.records import Drain, Heartbeat, Join, Left, Tokens
+from tests.service_process import ROOT
 from tests.worker_harness import (
     LAYOUT,
-    ROOT,
     FleetClient,
     WorkerProcess,
     fleet_client,
