@@ -138,10 +138,14 @@ class Owner:
                 owned.state.apply(record, timestamp_ms)
             return actions
         assert record.request_id is not None
-        found = self.open.get(record.request_id) or self._ended.get(record.request_id)
+        still_open = self.open.get(record.request_id)
+        found = still_open or self._ended.get(record.request_id)
         if found is None:
             return actions
         effect = found.state.apply(record, timestamp_ms)
+        if effect is Effect.ENDED and still_open is None:
+            # Our own Failed, behind a Completion that we took for the end: told and billed already.
+            return actions
         run = Run(record.slot, record.epoch) if isinstance(record, Dispatched) else None
         self._on_effect(found, effect, run, timestamp_ms, actions)
         return actions

@@ -267,6 +267,17 @@ def test_the_end_of_a_request_by_time() -> None:
     assert desk.owner.tick(desk.view, late, 0.0) == []
 
 
+def test_a_failed_behind_the_completion_that_ended_it_ends_nothing_twice() -> None:
+    desk = Desk()
+    desk.dispatched()
+    desk.view.on_event(Left("worker", 0, WORKER_EPOCH, "signal 9"), 90)
+    failed = failure(desk.pass_ms(300))
+    desk.owner.abandon(desk.owned, "disconnected")
+    assert desk.complete(0, "error") == []
+    assert RID not in desk.owner.open
+    assert desk.owner.on_record(failed, desk.time) == []
+
+
 @pytest.mark.parametrize(
     ("takeover", "read", "admitted", "since_read", "again"),
     [
