@@ -7,17 +7,10 @@ name ends in `_at`, a duration where it ends in `_ms`). A run is (slot, epoch): 
 
 from dataclasses import dataclass, field
 
-
-@dataclass(slots=True)
-class SamplingParams:
-    max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: list[int] = field(default_factory=list)
-
+from schemas.sampling import Grammar as Grammar
+from schemas.sampling import LogitBias as LogitBias
+from schemas.sampling import SamplingParams as SamplingParams
+from schemas.sampling import TokenLogprobs as TokenLogprobs
 
 # inference.requests
 
@@ -122,6 +115,7 @@ class TokenChunk:
     position: int
     token_ids: list[int]
     finish_reason: str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -308,6 +302,21 @@ class Decision:
     inputs: dict[str, float]
     slot: int | None = None
     epoch: int | None = None
+
+
+@dataclass(slots=True)
+class Preemption:
+    request_id: bytes
+    attempt: int
+    tenant: str
+    priority: int
+    model: str
+    slot: int
+    epoch: int
+    reason: str
+    mode: str
+    tokens_lost: int
+    for_request_id: bytes | None = None
 
 
 # control.tenants, control.models

@@ -28,6 +28,23 @@ class WorkerConfig(CommonConfig):
     outbox_records: int = setting(
         256, doc="Token records of one reply partition that may be unacked; then its sequences stand still."
     )
+    prefix_caching: str = setting(
+        "tenant", doc="Who shares cached prefixes: tenant (only its own), shared (all tenants), or off."
+    )
+    swap_memory_mib: int = setting(
+        256, doc="Host memory in MiB for the KV of preempted sequences; 0: they are always recomputed."
+    )
+    inter_token_target_ms: float = setting(
+        45.0, doc="Predicted step in ms that may not be passed while an interactive sequence runs; 0: none."
+    )
+    batch_watermark: float = setting(
+        0.1, doc="Share of the KV blocks that must be free for a request of class batch to be admitted."
+    )
+    hold_batch_in_prefill: bool = setting(
+        True, doc="Batch decodes stand still in steps that carry an interactive prefill."
+    )
+    canary_s: float = setting(5.0, doc="Seconds between canary requests through the engine; 0: none.")
+    stall_s: float = setting(10.0, doc="A step that lasts longer shows as engine_stalled in the heartbeat.")
     start_s: float = setting(60.0, doc="Seconds to reach Kafka in, at the start.")
     drain_s: float = setting(8.0, doc="Seconds that running requests have to end in after SIGTERM.")
     send_s: float = setting(300.0, doc="Seconds a record may stay unacked before the worker gives up.")

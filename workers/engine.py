@@ -50,7 +50,7 @@ class Engine:
         if not batch.scheduled:
             return batch, []
         sampled = self.runner.execute(batch)
-        return batch, self.scheduler.update_from_output(batch, sampled)
+        return batch, self.scheduler.update_from_output(batch, sampled.token_ids)
 
     def warm_up(self, token_id: int, num_prompt_tokens: int = 32) -> None:
         """Runs one short request to its end, so that the first real one finds memory and kernels ready."""

@@ -93,6 +93,7 @@ class LiveRequests:
                 reply_partition=wanted.reply_partition,
                 output_token_ids=list(wanted.output_token_ids),
                 expected_output_tokens=dispatch.expected_output_tokens,
+                tenant=wanted.tenant,
             ),
             tenant=wanted.tenant,
             accepted_at=wanted.accepted_at,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kernels.paged_attention_cpu import plan_paged_attention
-from workers.batch import ScheduledSequence, SchedulerOutput
+from workers.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
 from workers.models.gemma import GemmaModel
 from workers.models.layers import Attention, BatchedAttention, KVCache, Linear, TokenwiseAttention
 from workers.sampler import sample
@@ -93,7 +93,12 @@ class TorchModelRunner:
         elements = 2 * config.num_layers * BLOCK_SIZE * config.num_kv_heads * config.head_dim
         return elements * self.dtype.itemsize
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
+    @property
+    def swap_bytes_per_s(self) -> float:
+        """How fast blocks are copied between device and host memory, one way."""
+        return 5e9
+
+    def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocates the pool once; block ids are 0 … num_blocks - 1."""
         if self._cache is not None:
             raise RuntimeError("the KV cache is allocated already")
@@ -105,14 +110,14 @@ class TorchModelRunner:
         self._cache = KVCache(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
 
     @torch.inference_mode()
-    def execute(self, batch: SchedulerOutput) -> list[int | None]:
+    def execute(self, batch: SchedulerOutput) -> RunnerOutput:
         """Runs the batch: one entry per scheduled sequence, the sampled id, or None where none was due.
 
         Raises ValueError naming the request whose scheduled tokens or blocks do not fit (before anything is
         computed), RuntimeError when the model's output is not finite.
         """
         if not batch.scheduled:
-            return []
+            return RunnerOutput([])
         logits = self.compute_logits(batch.scheduled)
         sampling = [sequence.request for sequence in batch.scheduled if sequence.samples]
         tokens = iter(
@@ -122,7 +127,7 @@ class TorchModelRunner:
                 [len(request.output_token_ids) for request in sampling],
             )
         )
-        return [next(tokens) if sequence.samples else None for sequence in batch.scheduled]
+        return RunnerOutput([next(tokens) if sequence.samples else None for sequence in batch.scheduled])
 
     @torch.inference_mode()
     def compute_logits(self, scheduled: Sequence[ScheduledSequence]) -> Tensor:

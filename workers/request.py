@@ -2,9 +2,14 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from schemas.priority import PriorityClass
 from schemas.records import SamplingParams
+from schemas.sampling import TokenLogprobs
 
 
 class RequestStatus(Enum):
@@ -36,6 +41,27 @@ class FinishReason(StrEnum):
     SUPERSEDED = "superseded"
 
 
+class StopChecker(Protocol):
+    """Looks for stop strings in the text of one request's output, whatever tokens they are cut into."""
+
+    @property
+    def num_held(self) -> int:
+        """How many of the newest output tokens must not be shown yet: their text may become a stop string."""
+
+    def push(self, token_id: int) -> int | None:
+        """Takes the next output token. Once a stop string is complete: the characters of text to keep."""
+
+
+class TokenConstraint(Protocol):
+    """Where one request's output stands in its grammar."""
+
+    def fill_bitmask(self, row: npt.NDArray[np.int32]) -> None:
+        """Sets bit `token_id % 32` of word `token_id // 32` if the token may be next, clears others."""
+
+    def advance(self, token_id: int) -> None:
+        """Takes the next output token, one that was allowed."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One attempt of one request inside one engine.
@@ -43,7 +69,12 @@ class Request:
     `output_token_ids` starts with what earlier attempts produced (`num_resumed_tokens` of them): the
     engine prefills prompt + output and goes on sampling at position `len(output_token_ids)`.
 
-    Units: all lengths in tokens, `block_table` in block ids, times nowhere.
+    `block_table` are its device blocks; while it is swapped out, `host_block_table` holds its KV instead.
+    `block_hashes` are the chained hashes of its full blocks, as far as they were needed. `num_cached_tokens`
+    were found in the prefix cache when it was first admitted. `num_held_tokens` of the newest output tokens
+    were not told to anybody yet. `num_preemptions` counts how often it lost its place in the batch.
+
+    Units: all lengths in tokens, tables in block ids, times nowhere.
     """
 
     request_id: bytes
@@ -54,11 +85,18 @@ class Request:
     reply_partition: int
     output_token_ids: list[int] = field(default_factory=list)
     expected_output_tokens: int | None = None
+    tenant: str = ""
+    stop_checker: StopChecker | None = None
+    constraint: TokenConstraint | None = None
     arrival: int = 0
     status: RequestStatus = RequestStatus.WAITING
     block_table: list[int] = field(default_factory=list)
+    host_block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_held_tokens: int = 0
+    num_preemptions: int = 0
     num_resumed_tokens: int = field(init=False)
     finish_reason: FinishReason | None = None
 
@@ -81,7 +119,9 @@ class Request:
 class RequestOutput:
     """What one step did for one request: `token_ids` from output position `position` on, and its end if any.
 
-    `error` says what was wrong when the finish reason is ERROR, else it is empty.
+    `error` says what was wrong when the finish reason is ERROR, else it is empty. `logprobs` has an entry for
+    each token if the request asked for them. `text_length` is where a stop string cuts the text of the whole
+    output, in characters.
     """
 
     request: Request
@@ -89,3 +129,5 @@ class RequestOutput:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     error: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text_length: int | None = None

@@ -5,7 +5,13 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields
 
 from schemas.priority import PriorityClass
-from workers.batch import ScheduledSequence, SchedulerOutput
+from workers.batch import (
+    Preempted,
+    PreemptionMode,
+    PreemptionReason,
+    ScheduledSequence,
+    SchedulerOutput,
+)
 from workers.kv_cache_manager import KVCacheManager
 from workers.request import FinishReason, Request, RequestOutput, RequestStatus
 from workers.waiting_queue import WaitingQueue
@@ -136,7 +142,7 @@ class Scheduler:
                 continue
             while not allocate_slots(request, 1):
                 victim = running[-1]
-                self._preempt(victim, output)
+                self._preempt(victim, request, PreemptionReason.NO_FREE_BLOCK, output)
                 if victim is request:
                     break
             else:
@@ -192,7 +198,7 @@ class Scheduler:
             if num_victims is None:
                 return False
             for _ in range(num_victims):
-                self._preempt(self._running[-1], output)
+                self._preempt(self._running[-1], request, PreemptionReason.HIGHER_CLASS_BLOCKS, output)
             self._waiting.remove(request)
             allocated = self.kv_cache_manager.allocate_slots(request, request.num_tokens)
             assert allocated, "_num_victims_for counted the blocks"
@@ -219,16 +225,19 @@ class Scheduler:
             free += len(running[num_left].block_table)
         return len(running) - num_left
 
-    def _preempt(self, victim: Request, output: SchedulerOutput) -> None:
+    def _preempt(
+        self, victim: Request, for_request: Request, reason: PreemptionReason, output: SchedulerOutput
+    ) -> None:
         """Takes the last running request out of the batch; it keeps its tokens and computes them anew."""
         assert victim is self._running[-1]
         self._running.pop()
         self.kv_cache_manager.free(victim)
-        victim.num_computed_tokens = 0
+        lost, victim.num_computed_tokens = victim.num_computed_tokens, 0
+        victim.num_preemptions += 1
         victim.transition_to(RequestStatus.PREEMPTED)
         self._waiting.put_back(victim)
         self.num_preemptions += 1
-        output.preempted.append(victim)
+        output.preempted.append(Preempted(victim, reason, PreemptionMode.RECOMPUTE, lost, for_request))
         for index, sequence in enumerate(output.scheduled):
             if sequence.request is victim:
                 output.total_num_scheduled_tokens -= sequence.num_scheduled_tokens

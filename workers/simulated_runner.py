@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Set
 
-from workers.batch import SchedulerOutput
+from workers.batch import RunnerOutput, SchedulerOutput
 
 _MASK = (1 << 64) - 1
 
@@ -47,20 +47,26 @@ class SimulatedRunner:
     def bytes_per_block(self) -> int:
         return self._bytes_per_block
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
+    @property
+    def swap_bytes_per_s(self) -> float:
+        return 50e9
+
+    def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """There is no KV to hold."""
 
-    def execute(self, batch: SchedulerOutput) -> list[int | None]:
+    def execute(self, batch: SchedulerOutput) -> RunnerOutput:
         if self._step_s:
             now = self._clock()
             began = self._step_end if now - self._step_end < self._step_s / 2 else now
             self._step_end = began + self._step_s
             if self._step_end > now:
                 self._sleep(self._step_end - now)
-        return [
-            self.token_at(s.request.request_id, len(s.request.output_token_ids)) if s.samples else None
-            for s in batch.scheduled
-        ]
+        return RunnerOutput(
+            [
+                self.token_at(s.request.request_id, len(s.request.output_token_ids)) if s.samples else None
+                for s in batch.scheduled
+            ]
+        )
 
     def token_at(self, request_id: bytes, position: int) -> int:
         """The token of a request at an output position: splitmix64 (Steele et al., 2014) of both."""

@@ -187,7 +187,7 @@ def test_ten_deterministic_streams_sample_the_same_tokens_as_one_by_one(exact: T
     def run(requests: list[Request], num_tokens: int) -> list[list[int]]:
         for _ in range(num_tokens):
             scheduled = [schedule(one) for one in requests]
-            sampled = exact.execute(SchedulerOutput(scheduled))
+            sampled = exact.execute(SchedulerOutput(scheduled)).token_ids
             for sequence, token in zip(scheduled, sampled, strict=True):
                 assert token is not None
                 sequence.request.num_computed_tokens += sequence.num_scheduled_tokens
@@ -211,10 +211,10 @@ def test_fast_mode_batches_agree_with_one_by_one_up_to_rounding(fast: TorchModel
 
 def test_a_chunk_that_does_not_reach_the_end_samples_nothing(fast: TorchModelRunner) -> None:
     whole, part = ten_requests()[3:5]
-    sampled = fast.execute(SchedulerOutput([schedule(whole), schedule(part, 4)]))
+    sampled = fast.execute(SchedulerOutput([schedule(whole), schedule(part, 4)])).token_ids
     assert sampled[0] is not None
     assert sampled[1] is None
-    assert fast.execute(SchedulerOutput([])) == []
+    assert fast.execute(SchedulerOutput([])).token_ids == []
 
 
 @pytest.mark.parametrize(

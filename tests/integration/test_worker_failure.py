@@ -10,14 +10,14 @@ from infra.topics.create import create_topics
 from schemas.records import Completion, Usage
 from tests.worker_harness import LAYOUT, fleet_client, make_inference_request
 from workers import worker
-from workers.batch import SchedulerOutput
+from workers.batch import RunnerOutput, SchedulerOutput
 from workers.config import WorkerConfig
 from workers.runners import LoadedEngine, load_engine
 from workers.simulated_runner import SimulatedRunner
 
 
 class BreakingRunner(SimulatedRunner):
-    def execute(self, batch: SchedulerOutput) -> list[int | None]:
+    def execute(self, batch: SchedulerOutput) -> RunnerOutput:
         if any(len(s.request.output_token_ids) == 3 for s in batch.scheduled):
             raise RuntimeError("the device is lost")
         return super().execute(batch)

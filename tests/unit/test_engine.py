@@ -8,7 +8,7 @@ import pytest
 
 from schemas.priority import PriorityClass
 from tests.engine_factories import EOS, make_config, make_engine, make_request, make_runner, request_id
-from workers.batch import SchedulerOutput
+from workers.batch import RunnerOutput, SchedulerOutput
 from workers.engine import Engine, EngineThread, StepResult
 from workers.request import FinishReason, RequestOutput
 from workers.simulated_runner import SimulatedRunner
@@ -124,7 +124,7 @@ class StuckRunner(SimulatedRunner):
         self.entered = threading.Event()
         self.fail = threading.Event()
 
-    def execute(self, batch: SchedulerOutput) -> list[int | None]:
+    def execute(self, batch: SchedulerOutput) -> RunnerOutput:
         self.entered.set()
         assert self.fail.wait(DEADLINE_S)
         raise RuntimeError("device lost")

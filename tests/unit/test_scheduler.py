@@ -97,7 +97,7 @@ def test_max_num_seqs_holds_and_a_higher_class_takes_the_place_of_a_lower_one() 
     requests.append(make_request(4, priority=INTERACTIVE))
     scheduler.add_request(requests[-1])
     batch = scheduler.schedule()
-    assert batch.preempted == [requests[1]]
+    assert [p.victim for p in batch.preempted] == [requests[1]]
     assert batch.admitted == [requests[3]]
     assert spans(batch) == [(request_id(1), 1, True), (request_id(4), 8, True)]
     assert batch.total_num_scheduled_tokens == 9
@@ -115,7 +115,7 @@ def test_out_of_blocks_the_newest_of_the_lowest_class_gives_way_and_goes_on_late
     tokens = 0
     while scheduler.has_requests:
         batch = scheduler.schedule()
-        preempted += batch.preempted
+        preempted += [p.victim for p in batch.preempted]
         finish_step(scheduler, batch, token_id=10 + tokens)
         tokens += 1
         check_invariants(scheduler, [first, second])
@@ -135,7 +135,7 @@ def test_the_victim_is_of_the_lowest_class_even_if_it_runs_for_longer() -> None:
     preempted = set()
     while scheduler.has_requests:
         batch = scheduler.schedule()
-        preempted |= set(batch.preempted)
+        preempted |= {p.victim for p in batch.preempted}
         finish_step(scheduler, batch)
     assert preempted == {batch_request}
 
