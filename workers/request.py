@@ -70,9 +70,10 @@ class Request:
     engine prefills prompt + output and goes on sampling at position `len(output_token_ids)`.
 
     `block_table` are its device blocks; while it is swapped out, `host_block_table` holds its KV instead.
-    `block_hashes` are the chained hashes of its full blocks, as far as they were needed. `num_cached_tokens`
-    were found in the prefix cache when it was first admitted. `num_held_tokens` of the newest output tokens
-    were not told to anybody yet. `num_preemptions` counts how often it lost its place in the batch.
+    `block_hashes` are the chained hashes of its full blocks, as far as they were needed; the first
+    `num_registered_blocks` of its table were offered to the prefix cache. `num_cached_tokens` were found in
+    it when the request was first admitted. `num_held_tokens` of the newest output tokens were not told to
+    anybody yet. `num_preemptions` counts how often it lost its place in the batch.
 
     Units: all lengths in tokens, tables in block ids, times nowhere.
     """
@@ -94,6 +95,7 @@ class Request:
     host_block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_registered_blocks: int = 0
     num_cached_tokens: int = 0
     num_held_tokens: int = 0
     num_preemptions: int = 0
