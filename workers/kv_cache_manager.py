@@ -72,7 +72,7 @@ class KVCacheManager:
         return self._hashes(request, index + 1)[index]
 
     def take_cached(self, request: Request) -> int:
-        """Gives a request without blocks all that `find_cached` sees, as computed tokens. Returns their number."""
+        """Gives a request without blocks all that `find_cached` sees, as computed. Returns its tokens."""
         assert not request.block_table
         cached = self._find(request)
         num_tokens = len(cached) * self.block_size
@@ -206,3 +206,11 @@ def _tokens(request: Request, start: int, end: int) -> list[int]:
     if start >= len(prompt):
         return output[start - len(prompt) : end - len(prompt)]
     return prompt[start:end] + output[: max(0, end - len(prompt))]
+
+
+def make_kv_cache_manager(
+    num_blocks: int, *, num_host_blocks: int = 0, hasher: BlockHasher | None = None, block_size: int = 16
+) -> KVCacheManager:
+    """A manager with pools of its own; no host pool for 0 host blocks."""
+    host_pool = BlockPool(num_host_blocks, block_size) if num_host_blocks else None
+    return KVCacheManager(BlockPool(num_blocks, block_size), host_pool=host_pool, hasher=hasher)
