@@ -109,6 +109,10 @@ class TorchModelRunner:
         # Zeroed: masked keys are multiplied by 0, and what memory holds could be NaN.
         self._cache = KVCache(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
 
+    def free_kv_cache(self) -> None:
+        """Gives the pools' memory back; `initialize_kv_cache` may then be called again, for another size."""
+        self._cache = None
+
     @torch.inference_mode()
     def execute(self, batch: SchedulerOutput) -> RunnerOutput:
         """Runs the batch: one entry per scheduled sequence, the sampled id, or None where none was due.
