@@ -15,10 +15,14 @@ REMEMBER_ENDED_S = 600.0
 
 
 class End(NamedTuple):
-    """How a request ended; `message` says what was wrong when the reason is ERROR."""
+    """How a request ended; `message` says what was wrong when the reason is ERROR.
+
+    `text_length` is where a stop string cuts the text of the whole output, in characters.
+    """
 
     reason: FinishReason
     message: str = ""
+    text_length: int | None = None
 
 
 @dataclass(slots=True, eq=False)
