@@ -54,6 +54,9 @@ class SchedulerOutput:
     `preempted` lost their blocks in this step; `admitted` left the waiting queue in it. Before anything is
     computed the runner copies whole blocks over all layers: first `swap_out`, pairs (device block, host
     block), then `swap_in`, pairs (host block, device block).
+
+    `num_context_tokens` is the sum of the sequences' lengths with this step's tokens, `predicted_s` how long
+    the step is thought to take.
     """
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
@@ -62,6 +65,8 @@ class SchedulerOutput:
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     total_num_scheduled_tokens: int = 0
+    num_context_tokens: int = 0
+    predicted_s: float = 0.0
 
 
 @dataclass(slots=True)

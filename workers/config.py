@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from schemas.catalog import SIMULATED_MODEL, Catalog, CatalogError
 from schemas.config import CommonConfig, from_env, setting
-from workers.scheduler import SchedulerConfig
+from workers.scheduler_config import SchedulerConfig
 
 RUNNERS = ("torch", "simulated")
 
@@ -78,6 +78,9 @@ class WorkerConfig(CommonConfig):
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_prefill_chunk=self.max_prefill_chunk,
             max_num_waiting=self.max_num_waiting,
+            inter_token_target_ms=self.inter_token_target_ms,
+            batch_watermark=self.batch_watermark,
+            hold_batch_in_prefill=self.hold_batch_in_prefill,
         )
 
     def model_id(self, catalog: Catalog) -> str:

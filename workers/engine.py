@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from schemas.priority import PriorityClass
 from schemas.records import SamplingParams
 from workers.batch import ModelRunner, SchedulerOutput
-from workers.block_pool import BlockPool
-from workers.engine_stats import EngineStats, StepMeter
+from workers.engine_stats import EngineStats
 from workers.kv_cache_manager import KVCacheManager
+from workers.preemption import SwapCost
 from workers.request import Request, RequestOutput
-from workers.scheduler import Scheduler, SchedulerConfig
+from workers.scheduler import Scheduler
+from workers.scheduler_config import SchedulerConfig
 
 _NONE_BLOCKED: frozenset[int] = frozenset()
 _STATS_INTERVAL_S = 0.02
@@ -23,15 +24,26 @@ _MAX_RESULTS = 16
 
 
 class Engine:
-    """Scheduler, block pool and runner as one. Not thread-safe: one thread drives it."""
+    """Scheduler, block pools and runner as one. Not thread-safe: one thread drives it."""
 
     def __init__(
-        self, config: SchedulerConfig, runner: ModelRunner, num_blocks: int, eos_token_ids: Set[int]
+        self,
+        config: SchedulerConfig,
+        runner: ModelRunner,
+        kv_cache_manager: KVCacheManager,
+        eos_token_ids: Set[int],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Allocates the runner's KV memory, as large as the pools of `kv_cache_manager`."""
         self.runner = runner
-        self.pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(config, KVCacheManager(self.pool), eos_token_ids)
-        runner.initialize_kv_cache(num_blocks)
+        self.kv_cache_manager = kv_cache_manager
+        self.pool = kv_cache_manager.pool
+        self.host_pool = kv_cache_manager.host_pool
+        num_host_blocks = self.host_pool.num_blocks if self.host_pool else 0
+        runner.initialize_kv_cache(self.pool.num_blocks, num_host_blocks)
+        swap_cost = SwapCost(runner.bytes_per_block, runner.swap_bytes_per_s) if num_host_blocks else None
+        self.scheduler = Scheduler(config, kv_cache_manager, eos_token_ids, swap_cost)
+        self._clock = clock
 
     def add_request(self, request: Request) -> list[RequestOutput]:
         """See `Scheduler.add_request`."""
@@ -46,11 +58,14 @@ class Engine:
         self, blocked_partitions: Set[int] = _NONE_BLOCKED
     ) -> tuple[SchedulerOutput, list[RequestOutput]]:
         """One turn of the loop. An empty batch is not executed: nothing could be scheduled."""
+        began = self._clock()
         batch = self.scheduler.schedule(blocked_partitions)
-        if not batch.scheduled:
+        if not batch.scheduled and not batch.swap_out and not batch.swap_in:
             return batch, []
         sampled = self.runner.execute(batch)
-        return batch, self.scheduler.update_from_output(batch, sampled.token_ids)
+        outputs = self.scheduler.update_from_output(batch, sampled)
+        self.scheduler.observe(batch, self._clock() - began)
+        return batch, outputs
 
     def warm_up(self, token_id: int, num_prompt_tokens: int = 32) -> None:
         """Runs one short request to its end, so that the first real one finds memory and kernels ready."""
@@ -114,7 +129,7 @@ class EngineThread:
         self._blocked: frozenset[int] = _NONE_BLOCKED
         self._busy_since: float | None = None
         self._read_offsets = [0] * len(PriorityClass)
-        self._meter = StepMeter()
+        self._predicted_s = 0.0
         self._stats_at = float("-inf")
         self._stats = self._look()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -190,7 +205,7 @@ class EngineThread:
         ended = self._clock()
         if batch.scheduled:
             self._busy_since = ended
-            self._meter.add(batch, ended - began)
+            self._predicted_s = batch.predicted_s
         if not batch.scheduled or ended - self._stats_at >= _STATS_INTERVAL_S:
             self._stats_at = ended
             self._stats = self._look()
@@ -198,7 +213,8 @@ class EngineThread:
             self._results.append(StepResult(batch, outputs, began, ended))
             if len(self._results) == 1:
                 self._on_results()
-        if not batch.scheduled:
+        # Who was preempted for nothing may have made room for another.
+        if not batch.scheduled and not batch.preempted:
             self._busy_since = None
             self._wake.wait()
 
@@ -216,15 +232,29 @@ class EngineThread:
         return outputs
 
     def _look(self) -> EngineStats:
-        scheduler, pool, meter = self.engine.scheduler, self.engine.pool, self._meter
+        engine = self.engine
+        scheduler, kv, pool, host_pool = (
+            engine.scheduler,
+            engine.kv_cache_manager,
+            engine.pool,
+            engine.host_pool,
+        )
+        meter = scheduler.meter
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting_by_class(),
             num_blocks=pool.num_blocks,
             free_blocks=pool.num_free_blocks,
+            num_host_blocks=host_pool.num_blocks if host_pool else 0,
+            free_host_blocks=host_pool.num_free_blocks if host_pool else 0,
+            kv_fragmentation=scheduler.fragmentation(),
+            prefix_cache_queries=kv.prefix_cache_queries,
+            prefix_cache_hits=kv.prefix_cache_hits,
             queued_prefill_tokens=scheduler.num_uncomputed_tokens(),
             num_preemptions=scheduler.num_preemptions,
+            preemptions=dict(scheduler.preemptions),
             step_time_ms=meter.step_s * 1000,
+            predicted_step_ms=self._predicted_s * 1000,
             prefill_tokens_per_s=meter.prefill_tokens_per_s,
             decode_tokens_per_s=meter.decode_tokens_per_s,
             read_offsets=tuple(self._read_offsets),

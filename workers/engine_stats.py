@@ -1,8 +1,9 @@
 """What the engine says about itself in heartbeats and metrics."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from workers.batch import SchedulerOutput
+from workers.batch import PreemptionMode, PreemptionReason, SchedulerOutput
 
 _WEIGHT = 0.1  # of a new step in the running means: they forget in some tens of steps
 
@@ -11,16 +12,26 @@ _WEIGHT = 0.1  # of a new step in the running means: they forget in some tens of
 class EngineStats:
     """One consistent look, taken by the engine thread between two steps.
 
-    `read_offsets` are the mailbox offsets, by class, up to which dispatches are in these figures.
+    `read_offsets` are the mailbox offsets, by class, up to which dispatches are in these figures. Counters
+    since the start are `num_preemptions`, by reason and mode in `preemptions`, and `prefix_cache_queries` and
+    `prefix_cache_hits`, in tokens. `kv_fragmentation` is the share of the slots in held blocks that hold no
+    token, 0 … 1. `predicted_step_ms` was predicted for the step that ended last.
     """
 
     num_running: int = 0
     num_waiting: tuple[int, ...] = (0, 0, 0)
     num_blocks: int = 0
     free_blocks: int = 0
+    num_host_blocks: int = 0
+    free_host_blocks: int = 0
+    kv_fragmentation: float = 0.0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
     queued_prefill_tokens: int = 0
     num_preemptions: int = 0
+    preemptions: Mapping[tuple[PreemptionReason, PreemptionMode], int] = field(default_factory=dict)
     step_time_ms: float = 0.0
+    predicted_step_ms: float = 0.0
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     read_offsets: tuple[int, ...] = (0, 0, 0)

@@ -73,7 +73,9 @@ class Request:
     `block_hashes` are the chained hashes of its full blocks, as far as they were needed; the first
     `num_registered_blocks` of its table were offered to the prefix cache. `num_cached_tokens` were found in
     it when the request was first admitted. `num_held_tokens` of the newest output tokens were not told to
-    anybody yet. `num_preemptions` counts how often it lost its place in the batch.
+    anybody yet. `num_preemptions` counts how often it lost its place in the batch. The scheduler sets
+    `max_output_tokens`, where its length ends it at the latest, and `num_expected_blocks`, which it is
+    reckoned to hold at its end.
 
     Units: all lengths in tokens, tables in block ids, times nowhere.
     """
@@ -99,6 +101,8 @@ class Request:
     num_cached_tokens: int = 0
     num_held_tokens: int = 0
     num_preemptions: int = 0
+    num_expected_blocks: int = 0
+    max_output_tokens: int = 0
     num_resumed_tokens: int = field(init=False)
     finish_reason: FinishReason | None = None
 

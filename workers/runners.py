@@ -8,6 +8,7 @@ from workers.batch import ModelRunner
 from workers.block_pool import num_blocks_for
 from workers.config import WorkerConfig
 from workers.engine import Engine
+from workers.kv_cache_manager import make_kv_cache_manager
 from workers.simulated_runner import SimulatedRunner
 
 # Of a real vocabulary, the first ids are control and byte tokens.
@@ -50,7 +51,8 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
         )
         vocab_size = runner.vocab_size
     num_blocks = num_blocks_for(config.kv_memory_mib << 20, runner.bytes_per_block)
-    engine = Engine(scheduler_config, runner, num_blocks, frozenset(spec.eos_token_ids))
+    kv_cache_manager = make_kv_cache_manager(num_blocks)
+    engine = Engine(scheduler_config, runner, kv_cache_manager, frozenset(spec.eos_token_ids))
     engine.warm_up(token_id=spec.bos_token_id)
     return LoadedEngine(engine, spec, scheduler_config.max_model_len, vocab_size)
 

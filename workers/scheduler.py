@@ -1,81 +1,76 @@
 """One scheduler without phases: each step spends a token budget on whatever is known but not computed."""
 
-from bisect import insort
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, fields
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Set
 
 from schemas.priority import PriorityClass
 from workers.batch import (
     Preempted,
     PreemptionMode,
     PreemptionReason,
+    RunnerOutput,
     ScheduledSequence,
     SchedulerOutput,
 )
+from workers.engine_stats import StepMeter
+from workers.kv_budget import KVBudget
 from workers.kv_cache_manager import KVCacheManager
+from workers.preemption import SwapCost
 from workers.request import FinishReason, Request, RequestOutput, RequestStatus
+from workers.running_batch import RunningBatch
+from workers.scheduler_config import SchedulerConfig
+from workers.step_plan import StepPlan
+from workers.step_time import StepTimeModel
+from workers.stopping import Stopping
 from workers.waiting_queue import WaitingQueue
 
-_CLASSES = tuple(PriorityClass)
 _NONE_BLOCKED: frozenset[int] = frozenset()
+# Requests of a class that may be passed over in one step because another one computes their prompt.
+_MAX_PASSED_OVER = 64
 
 
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of one engine. Raises ValueError that names every bad field."""
-
-    max_model_len: int
-    """Tokens of one sequence, prompt and output together."""
-    max_num_seqs: int = 64
-    """Sequences that hold blocks at the same time."""
-    max_num_batched_tokens: int = 2048
-    """Tokens of one step. At least `max_num_seqs`, so that every decode has its place."""
-    max_prefill_chunk: int = 512
-    """Prompt tokens of one sequence in one step."""
-    max_num_waiting: int = 1024
-    """Requests that may wait here; more are refused."""
-
-    def __post_init__(self) -> None:
-        errors = [
-            f"{f.name} must be at least 1, got {getattr(self, f.name)}"
-            for f in fields(self)
-            if getattr(self, f.name) < 1
-        ]
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            errors.append(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs})"
-            )
-        if errors:
-            raise ValueError("; ".join(errors))
-
-
-def _class_then_arrival(request: Request) -> tuple[int, int]:
-    return request.priority, request.arrival
+def _priority(request: Request) -> PriorityClass:
+    return request.priority
 
 
 class Scheduler:
-    """Owns every request from `add_request` to its end. Not thread-safe: one thread drives it."""
+    """Owns every request from `add_request` to its end. Not thread-safe: one thread drives it.
+
+    `swap_cost` None: preempted requests are always computed again.
+    """
 
     def __init__(
-        self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, eos_token_ids: Set[int]
+        self,
+        config: SchedulerConfig,
+        kv_cache_manager: KVCacheManager,
+        eos_token_ids: Set[int],
+        swap_cost: SwapCost | None = None,
     ) -> None:
         self.config = config
         self.kv_cache_manager = kv_cache_manager
-        self.num_preemptions = 0
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self.preemptions: Counter[tuple[PreemptionReason, PreemptionMode]] = Counter()
+        self.meter = StepMeter()
+        self.step_time = StepTimeModel()
+        self._swap_cost = swap_cost
+        self._stopping = Stopping(eos_token_ids)
         self._requests: dict[bytes, Request] = {}
         self._waiting = WaitingQueue()
-        self._running: list[Request] = []
+        self.running = RunningBatch()
+        self._budget = KVBudget(kv_cache_manager, self.running, config.batch_watermark)
         self._arrivals = 0
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.running)
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.preemptions.total()
 
     def num_waiting_by_class(self) -> tuple[int, ...]:
         """Queue lengths, indexed by class."""
@@ -83,8 +78,12 @@ class Scheduler:
 
     def num_uncomputed_tokens(self) -> int:
         """Tokens to compute until every request samples: the prefill that is queued here."""
-        running = sum(r.num_tokens - r.num_computed_tokens for r in self._running)
-        return self._waiting.num_tokens() + running
+        running = sum(r.num_tokens - r.num_computed_tokens for r in self.running)
+        return self._waiting.num_uncomputed_tokens() + running
+
+    def fragmentation(self) -> float:
+        """The share of the slots in held blocks that hold no computed token, 0 … 1."""
+        return self.kv_cache_manager.fragmentation(self.running)
 
     @property
     def has_requests(self) -> bool:
@@ -105,9 +104,11 @@ class Scheduler:
             outputs.append(self._end(known, FinishReason.SUPERSEDED))
         self._arrivals += 1
         request.arrival = self._arrivals
+        context_left = self.config.max_model_len - len(request.prompt_token_ids)
+        request.max_output_tokens = min(request.sampling.max_tokens, context_left)
         self._requests[request.request_id] = request
         self._waiting.append(request)
-        if reason := self._finish_reason(request):
+        if reason := self._stopping.finish_reason(request):
             outputs.append(self._end(request, reason))
         elif error := self._refusal(request):
             outputs.append(self._end(request, FinishReason.ERROR, error))
@@ -120,155 +121,257 @@ class Scheduler:
             return None
         return self._end(request, FinishReason.CANCELLED)
 
-    # NOTE: between two calls of schedule() every request is in exactly one of waiting (no blocks) and
-    # running (blocks for all its tokens known at admission, and num_computed_tokens < num_tokens).
-    # `_running` is sorted by class, then arrival: its last entry is the next victim, so whoever is first
-    # always gets on, and a request alone fits the pool (add_request saw to that). Nothing can wait for ever.
+    # NOTE: between two steps every request is in exactly one of waiting (no device blocks) and running
+    # (blocks for all that it has computed, and num_computed_tokens < num_tokens). The running batch is sorted
+    # by class, then arrival, and its last entry is the next victim: whoever is first always gets on, and a
+    # request alone fits the pool (add_request saw to that). Nothing can wait for ever.
+    # Classes are served from the highest down, so what a step has admitted is never its victim.
     def schedule(self, blocked_partitions: Set[int] = _NONE_BLOCKED) -> SchedulerOutput:
         """The next step. Sequences whose reply partition is in `blocked_partitions` stand still."""
-        output = SchedulerOutput()
-        scheduled = output.scheduled
-        prefills: tuple[list[Request], ...] = tuple([] for _ in _CLASSES)
-        running = self._running
-        allocate_slots = self.kv_cache_manager.allocate_slots
-        index = 0
-        while index < len(running):
-            request = running[index]
-            index += 1
-            if blocked_partitions and request.reply_partition in blocked_partitions:
-                continue
-            if request.num_tokens - request.num_computed_tokens > 1:
-                prefills[request.priority].append(request)
-                continue
-            while not allocate_slots(request, 1):
-                victim = running[-1]
-                self._preempt(victim, request, PreemptionReason.NO_FREE_BLOCK, output)
-                if victim is request:
-                    break
-            else:
-                scheduled.append(ScheduledSequence(request, 1, True))
-        output.total_num_scheduled_tokens = len(scheduled)
+        decodes, prefills = self._split_running(blocked_partitions)
+        plan = StepPlan(self.config, self.step_time, len(decodes))
+        num_interactive = bisect_right(decodes, PriorityClass.INTERACTIVE, key=_priority)
+        self._schedule_decodes(decodes[:num_interactive], plan)
+        plan.has_interactive_decode = bool(plan.decodes)
 
+        lower = decodes[num_interactive:]
+        plan.num_unsettled = len(lower)
         admitting = True
-        for priority in _CLASSES:
+        for priority in PriorityClass:
             for request in prefills[priority]:
                 if request.status is RequestStatus.RUNNING:
-                    self._schedule_chunk(request, output)
+                    self._schedule_chunk(request, plan)
             # Who waits in a higher class keeps the lower ones from taking the blocks that it waits for.
-            admitting = admitting and self._admit(priority, blocked_partitions, output)
-        return output
+            admitting = admitting and self._admit(priority, blocked_partitions, plan)
+            if priority is PriorityClass.INTERACTIVE and lower:
+                if self.config.hold_batch_in_prefill and plan.has_interactive_chunk:
+                    lower = lower[: bisect_right(lower, PriorityClass.FREE, key=_priority)]
+                self._schedule_decodes(lower[: plan.num_decodes_in_time(lower)], plan)
+                plan.num_unsettled = 0
+        return plan.finish()
 
-    def update_from_output(
-        self, batch: SchedulerOutput, sampled: Sequence[int | None]
-    ) -> list[RequestOutput]:
+    def update_from_output(self, batch: SchedulerOutput, sampled: RunnerOutput) -> list[RequestOutput]:
         """Books one executed step: new tokens and ends, in the order of the batch.
 
         Raises ValueError if the runner answered with another shape than it was asked for.
         """
+        kv = self.kv_cache_manager
+        block_size = kv.block_size
+        caching = kv.hasher is not None
+        kv.release_swapped_in()
+        take = self._stopping.take
         outputs = []
-        for sequence, token_id in zip(batch.scheduled, sampled, strict=True):
+        logprobs = sampled.logprobs or [None] * len(batch.scheduled)
+        for sequence, token_id, logprob in zip(batch.scheduled, sampled.token_ids, logprobs, strict=True):
             request = sequence.request
-            request.num_computed_tokens += sequence.num_scheduled_tokens
+            num_scheduled = sequence.num_scheduled_tokens
+            request.num_computed_tokens = num_computed = request.num_computed_tokens + num_scheduled
+            if caching and num_computed % block_size < num_scheduled:
+                kv.cache_computed(request)
             if not sequence.samples:
                 continue
             if token_id is None:
                 raise ValueError(f"request {request.request_id.hex()}: the runner sampled no token")
-            output = RequestOutput(request, len(request.output_token_ids), [token_id])
-            request.output_token_ids.append(token_id)
-            if reason := self._finish_reason(request):
-                self._end(request, reason)
-                output.finish_reason = reason
-            outputs.append(output)
+            output = take(request, token_id, logprob)
+            if output is not None:
+                if output.finish_reason is not None:
+                    self._budget.lengths.on_end(request)
+                    self._end(request, output.finish_reason)
+                outputs.append(output)
         return outputs
 
-    def _schedule_chunk(self, request: Request, output: SchedulerOutput) -> None:
-        remaining = request.num_tokens - request.num_computed_tokens
-        budget = self.config.max_num_batched_tokens - output.total_num_scheduled_tokens
-        num_tokens = min(remaining, budget, self.config.max_prefill_chunk)
-        if num_tokens > 0:
-            output.scheduled.append(ScheduledSequence(request, num_tokens, num_tokens == remaining))
-            output.total_num_scheduled_tokens += num_tokens
+    def observe(self, batch: SchedulerOutput, seconds: float) -> None:
+        """Learns how long an executed step took."""
+        if not batch.scheduled:
+            return
+        self.meter.add(batch, seconds)
+        if not (batch.swap_out or batch.swap_in):
+            num_seqs = len(batch.scheduled)
+            further = batch.total_num_scheduled_tokens - num_seqs
+            self.step_time.observe(num_seqs, further, batch.num_context_tokens, seconds)
 
-    def _admit(self, priority: PriorityClass, blocked_partitions: Set[int], output: SchedulerOutput) -> bool:
-        """Moves waiting requests of one class into the batch. False if one of them had to stay behind."""
-        while request := self._waiting.first(priority, blocked_partitions):
-            if output.total_num_scheduled_tokens >= self.config.max_num_batched_tokens:
+    def _split_running(self, blocked_partitions: Set[int]) -> tuple[list[Request], list[list[Request]]]:
+        """Running requests that lack one token, and by class those that lack more."""
+        decodes: list[Request] = []
+        prefills: list[list[Request]] = [[] for _ in PriorityClass]
+        for request in self.running:
+            if blocked_partitions and request.reply_partition in blocked_partitions:
+                continue
+            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+            if num_tokens - request.num_computed_tokens > 1:
+                prefills[request.priority].append(request)
+            else:
+                decodes.append(request)
+        return decodes, prefills
+
+    def _schedule_decodes(self, requests: list[Request], plan: StepPlan) -> None:
+        block_size = self.kv_cache_manager.block_size
+        preempted = plan.output.preempted
+        decodes = plan.decodes
+        num_context_tokens = 0
+        for request in requests:
+            if preempted and request.status is not RequestStatus.RUNNING:
+                continue
+            num_tokens = request.num_computed_tokens + 1
+            if num_tokens > len(request.block_table) * block_size and not self._allocate(request, 1, plan):
+                continue
+            num_context_tokens += num_tokens
+            decodes.append(ScheduledSequence(request, 1, True))
+        plan.add_context(num_context_tokens)
+
+    def _schedule_chunk(self, request: Request, plan: StepPlan) -> None:
+        num_tokens = plan.chunk_size(request, request.num_computed_tokens)
+        if num_tokens > 0 and not self._allocate(request, num_tokens, plan):
+            # Nobody gives way to the last one: it takes what there is.
+            kv = self.kv_cache_manager
+            num_slots = (len(request.block_table) + kv.num_free_blocks) * kv.block_size
+            num_tokens = min(num_tokens, num_slots - request.num_computed_tokens)
+            if num_tokens > 0:
+                allocated = self._allocate(request, num_tokens, plan)
+                assert allocated
+        if num_tokens > 0:
+            plan.add_chunk(request, num_tokens)
+            if len(self._waiting):
+                self._note_computing(request, num_tokens, plan)
+
+    def _allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
+        """Blocks for the next tokens of a running request; others give way to it, from the last one on.
+
+        False if that does not suffice: then it is the last one itself, and stands still with what it has.
+        """
+        kv, running = self.kv_cache_manager, self.running
+        num_held = len(request.block_table)
+        while not kv.allocate_slots(request, num_tokens):
+            if running.last is request:
                 return False
-            num_victims = self._num_victims_for(request)
-            if num_victims is None:
-                return False
-            for _ in range(num_victims):
-                self._preempt(self._running[-1], request, PreemptionReason.HIGHER_CLASS_BLOCKS, output)
-            self._waiting.remove(request)
-            allocated = self.kv_cache_manager.allocate_slots(request, request.num_tokens)
-            assert allocated, "_num_victims_for counted the blocks"
-            request.transition_to(RequestStatus.RUNNING)
-            insort(self._running, request, key=_class_then_arrival)
-            output.admitted.append(request)
-            self._schedule_chunk(request, output)
+            self._preempt(running.last, request, PreemptionReason.NO_FREE_BLOCK, plan)
+        if len(request.block_table) > num_held:
+            self._budget.on_allocated(request, len(request.block_table) - num_held)
         return True
 
-    def _num_victims_for(self, request: Request) -> int | None:
-        """How many sequences of lower classes must give way so that `request` can run; None: no number helps.
+    def _admit(self, priority: PriorityClass, blocked_partitions: Set[int], plan: StepPlan) -> bool:
+        """Moves waiting requests of one class into the batch. False if one of them had to stay behind.
 
-        A block for each other running sequence is left free: every one of them needs its next block within
-        `block_size` steps, and would preempt what was just admitted.
+        One whose prompt another sequence computes in this very step is passed over: it finds it in the cache
+        when that is done.
         """
-        running = self._running
-        needed = self.kv_cache_manager.num_blocks_for(request.num_tokens)
-        free = self.kv_cache_manager.num_free_blocks
-        num_left = len(running)
-        while num_left >= self.config.max_num_seqs or needed + num_left > free:
-            if num_left == 0 or running[num_left - 1].priority <= request.priority:
-                return None
-            num_left -= 1
-            free += len(running[num_left].block_table)
-        return len(running) - num_left
+        waiting, kv = self._waiting, self.kv_cache_manager
+        num_passed = 0
+        while request := waiting.first(priority, blocked_partitions, num_passed):
+            if plan.num_tokens_left <= 0 or num_passed > _MAX_PASSED_OVER:
+                return False
+            num_computed = request.num_computed_tokens or kv.find_cached(request)
+            if plan.computing and self._is_computed_by_another(request, num_computed, plan):
+                num_passed += 1
+                continue
+            if not plan.chunk_size(request, num_computed) or not self._make_room(request, plan):
+                return False
+            waiting.remove(request)
+            self._start(request, plan)
+        return True
+
+    def _make_room(self, request: Request, plan: StepPlan) -> bool:
+        """Whether the request can start now; lower classes give way if that is what it takes."""
+        kv, running = self.kv_cache_manager, self.running
+        max_num_seqs = self.config.max_num_seqs
+        if len(running) >= max_num_seqs and not running.has_below(request.priority):
+            return False
+        if any(p.victim is request for p in plan.output.preempted):
+            return False
+        if not self._budget.fits(request, kv.num_new_blocks_for(request, request.num_tokens)):
+            return False
+        # Again, because a block that a victim frees may be one that the request was to share with it.
+        while num_victims := self._budget.num_victims(
+            request, kv.num_new_blocks_for(request, request.num_tokens), max_num_seqs
+        ):
+            for _ in range(num_victims):
+                seats = len(running) >= max_num_seqs
+                reason = PreemptionReason.HIGHER_CLASS_SEQS if seats else PreemptionReason.HIGHER_CLASS_BLOCKS
+                self._preempt(running.last, request, reason, plan)
+        return num_victims == 0
+
+    def _start(self, request: Request, plan: StepPlan) -> None:
+        kv = self.kv_cache_manager
+        if request.host_block_table:
+            pairs = kv.swap_in(request)
+            assert pairs is not None, "_make_room counted the blocks"
+            plan.output.swap_in += pairs
+        else:
+            num_cached = kv.take_cached(request)
+            if request.status is RequestStatus.WAITING:
+                request.num_cached_tokens = min(num_cached, len(request.prompt_token_ids))
+        request.transition_to(RequestStatus.RUNNING)
+        self.running.add(request, self._budget.expected_blocks(request))
+        plan.output.admitted.append(request)
+        self._schedule_chunk(request, plan)
+
+    def _note_computing(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
+        kv = self.kv_cache_manager
+        if kv.hasher is None:
+            return
+        start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+        for index in range(start // kv.block_size, end // kv.block_size):
+            block_hash = kv.next_block_hash(request, index)
+            assert block_hash is not None
+            plan.computing[block_hash] = request
+
+    def _is_computed_by_another(self, request: Request, num_computed: int, plan: StepPlan) -> bool:
+        """Whether this step computes the next block of the request, and a sequence in it goes on to compute
+        at least half of what the request lacks."""
+        kv = self.kv_cache_manager
+        if request.host_block_table:
+            return False
+        next_hash = kv.next_block_hash(request, num_computed // kv.block_size)
+        other = plan.computing.get(next_hash) if next_hash else None
+        if other is None:
+            return False
+        half = num_computed + -(-(request.num_tokens - num_computed) // 2)
+        index = kv.num_blocks_for(half) - 1
+        block_hash = kv.next_block_hash(request, index)
+        return block_hash is not None and block_hash == kv.next_block_hash(other, index)
 
     def _preempt(
-        self, victim: Request, for_request: Request, reason: PreemptionReason, output: SchedulerOutput
+        self, victim: Request, for_request: Request, reason: PreemptionReason, plan: StepPlan
     ) -> None:
-        """Takes the last running request out of the batch; it keeps its tokens and computes them anew."""
-        assert victim is self._running[-1]
-        self._running.pop()
-        self.kv_cache_manager.free(victim)
-        lost, victim.num_computed_tokens = victim.num_computed_tokens, 0
+        """Takes the last running request out of the batch; it keeps its tokens, and its KV if that pays."""
+        kv, output = self.kv_cache_manager, plan.output
+        plan.drop(victim)
+        self.running.remove(victim)
+        mode, num_lost = PreemptionMode.RECOMPUTE, victim.num_computed_tokens
+        if self._swaps(victim):
+            pairs = kv.swap_out(victim)
+            if pairs is not None:
+                output.swap_out += pairs
+                mode, num_lost = PreemptionMode.SWAP, 0
+        if mode is PreemptionMode.RECOMPUTE:
+            kv.free(victim)
+            victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         victim.transition_to(RequestStatus.PREEMPTED)
         self._waiting.put_back(victim)
-        self.num_preemptions += 1
-        output.preempted.append(Preempted(victim, reason, PreemptionMode.RECOMPUTE, lost, for_request))
-        for index, sequence in enumerate(output.scheduled):
-            if sequence.request is victim:
-                output.total_num_scheduled_tokens -= sequence.num_scheduled_tokens
-                del output.scheduled[index]
-                break
+        self.preemptions[reason, mode] += 1
+        output.preempted.append(Preempted(victim, reason, mode, num_lost, for_request))
+
+    def _swaps(self, victim: Request) -> bool:
+        cost, num_tokens = self._swap_cost, victim.num_computed_tokens
+        if cost is None or not num_tokens:
+            return False
+        return cost.swaps(
+            num_tokens, self.kv_cache_manager.num_blocks_for(num_tokens), self.meter.prefill_tokens_per_s
+        )
 
     def _end(self, request: Request, reason: FinishReason, error: str = "") -> RequestOutput:
         if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-            self.kv_cache_manager.free(request)
+            self.running.remove(request)
         else:
             self._waiting.remove(request)
+        self.kv_cache_manager.free(request)
+        self._stopping.forget(request)
         request.transition_to(RequestStatus.FINISHED)
         request.finish_reason = reason
         del self._requests[request.request_id]
-        return RequestOutput(request, len(request.output_token_ids), [], reason, error)
-
-    def _finish_reason(self, request: Request) -> FinishReason | None:
-        """Whether the tokens so far are all there will be."""
-        output, sampling = request.output_token_ids, request.sampling
-        if output:
-            last = output[-1]
-            if last in self._eos_token_ids and not sampling.ignore_eos:
-                return FinishReason.STOP
-            if last in sampling.stop_token_ids:
-                return FinishReason.STOP
-        if len(output) >= sampling.max_tokens:
-            return FinishReason.LENGTH
-        if output and request.num_tokens >= self.config.max_model_len:
-            return FinishReason.LENGTH
-        return None
+        num_told = len(request.output_token_ids) - request.num_held_tokens
+        return RequestOutput(request, num_told, [], reason, error)
 
     def _refusal(self, request: Request) -> str:
         """Why the request, just put into the queue, cannot run here; empty if it can."""
@@ -279,7 +382,7 @@ class Scheduler:
         if num_prompt_tokens >= max_model_len:
             return f"the prompt has {num_prompt_tokens} tokens, the model's context is {max_model_len}"
         # The last token is sampled but never computed.
-        num_kv_tokens = min(num_prompt_tokens + request.sampling.max_tokens, max_model_len) - 1
+        num_kv_tokens = num_prompt_tokens + request.max_output_tokens - 1
         num_blocks, pool = self.kv_cache_manager.num_blocks_for(num_kv_tokens), self.kv_cache_manager.pool
         if num_blocks > pool.num_blocks:
             return f"prompt and max_tokens need {num_blocks} KV blocks, the worker has {pool.num_blocks}"

@@ -1,7 +1,8 @@
-"""Requests that hold no blocks yet: by class, then by arrival, with preempted ones in front."""
+"""Requests that hold no device blocks: by class, then by arrival, with preempted ones in front."""
 
 from collections import deque
 from collections.abc import Set
+from itertools import islice
 
 from schemas.priority import PriorityClass
 from workers.request import Request, RequestStatus
@@ -20,9 +21,9 @@ class WaitingQueue:
         """Queue lengths, indexed by class."""
         return tuple(map(len, self._by_class.values()))
 
-    def num_tokens(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Tokens that all of them must compute before they sample."""
-        return sum(r.num_tokens for queue in self._by_class.values() for r in queue)
+        return sum(r.num_tokens - r.num_computed_tokens for queue in self._by_class.values() for r in queue)
 
     def append(self, request: Request) -> None:
         self._by_class[request.priority].append(request)
@@ -41,9 +42,12 @@ class WaitingQueue:
         """Raises ValueError if the request does not wait here."""
         self._by_class[request.priority].remove(request)
 
-    def first(self, priority: PriorityClass, blocked_partitions: Set[int]) -> Request | None:
-        """The next of this class whose reply partition takes output, or None."""
+    def first(
+        self, priority: PriorityClass, blocked_partitions: Set[int], num_passed: int = 0
+    ) -> Request | None:
+        """The next of this class whose reply partition takes output, behind `num_passed` such; or None."""
         queue = self._by_class[priority]
         if not blocked_partitions:
-            return queue[0] if queue else None
-        return next((r for r in queue if r.reply_partition not in blocked_partitions), None)
+            return queue[num_passed] if len(queue) > num_passed else None
+        open_ones = (r for r in queue if r.reply_partition not in blocked_partitions)
+        return next(islice(open_ones, num_passed, None), None)

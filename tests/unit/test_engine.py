@@ -7,7 +7,15 @@ from contextlib import contextmanager
 import pytest
 
 from schemas.priority import PriorityClass
-from tests.engine_factories import EOS, make_config, make_engine, make_request, make_runner, request_id
+from tests.engine_factories import (
+    EOS,
+    make_config,
+    make_engine,
+    make_kv,
+    make_request,
+    make_runner,
+    request_id,
+)
 from workers.batch import RunnerOutput, SchedulerOutput
 from workers.engine import Engine, EngineThread, StepResult
 from workers.request import FinishReason, RequestOutput
@@ -132,7 +140,7 @@ class StuckRunner(SimulatedRunner):
 
 def test_step_age_grows_in_a_stuck_step_and_a_runner_error_is_fatal() -> None:
     runner = StuckRunner()
-    with running(Engine(make_config(), runner, 10, {EOS})) as (thread, outputs):
+    with running(Engine(make_config(), runner, make_kv(10), {EOS})) as (thread, outputs):
         thread.add(make_request(1))
         assert runner.entered.wait(DEADLINE_S)
         now = time.monotonic()

@@ -11,7 +11,7 @@ from tests.engine_factories import (
     make_scheduler,
     request_id,
 )
-from workers.batch import SchedulerOutput
+from workers.batch import RunnerOutput, SchedulerOutput
 from workers.request import FinishReason, Request, RequestOutput, RequestStatus
 from workers.scheduler import Scheduler
 
@@ -25,7 +25,8 @@ def step(
 
 
 def finish_step(scheduler: Scheduler, batch: SchedulerOutput, token_id: int = 7) -> list[RequestOutput]:
-    return scheduler.update_from_output(batch, [token_id if s.samples else None for s in batch.scheduled])
+    sampled = RunnerOutput([token_id if s.samples else None for s in batch.scheduled])
+    return scheduler.update_from_output(batch, sampled)
 
 
 def spans(batch: SchedulerOutput) -> list[tuple[bytes, int, bool]]:
@@ -107,8 +108,8 @@ def test_max_num_seqs_holds_and_a_higher_class_takes_the_place_of_a_lower_one() 
 
 def test_out_of_blocks_the_newest_of_the_lowest_class_gives_way_and_goes_on_later() -> None:
     scheduler = make_scheduler(num_blocks=4, max_num_seqs=4)
-    first = make_request(1, prompt_len=15, max_tokens=30)
-    second = make_request(2, prompt_len=15, max_tokens=30)
+    first = make_request(1, prompt_len=15, max_tokens=30, expected_output_tokens=2)
+    second = make_request(2, prompt_len=15, max_tokens=30, expected_output_tokens=2)
     scheduler.add_request(first)
     scheduler.add_request(second)
     preempted = []
@@ -282,7 +283,7 @@ def test_a_runner_that_answers_in_another_shape_is_an_error() -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_request())
     with pytest.raises(ValueError, match="sampled no token"):
-        scheduler.update_from_output(scheduler.schedule(), [None])
+        scheduler.update_from_output(scheduler.schedule(), RunnerOutput([None]))
 
 
 def test_config_names_every_bad_field() -> None:

@@ -1,0 +1,70 @@
+"""The running batch in its order, and the blocks that its requests are still expected to take."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from schemas.priority import PriorityClass
+from workers.request import Request
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.priority, request.arrival
+
+
+class RunningBatch:
+    """Sorted by class, then arrival: who is last gives way first.
+
+    Each request is expected to end with `num_expected_blocks`, never fewer than it holds; what lacks is its
+    future blocks. Their sums by class are kept up to date, so that admission costs nothing a sequence.
+    """
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+        self._future_blocks = [0] * len(PriorityClass)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __getitem__(self, index: int) -> Request:
+        return self._requests[index]
+
+    @property
+    def last(self) -> Request:
+        return self._requests[-1]
+
+    def add(self, request: Request, num_expected_blocks: int) -> None:
+        request.num_expected_blocks = max(num_expected_blocks, len(request.block_table))
+        insort(self._requests, request, key=_order)
+        self._future_blocks[request.priority] += request.num_expected_blocks - len(request.block_table)
+
+    def remove(self, request: Request) -> None:
+        """To be called before its blocks are freed."""
+        index = bisect_left(self._requests, _order(request), key=_order)
+        assert self._requests[index] is request
+        del self._requests[index]
+        self._future_blocks[request.priority] -= request.num_expected_blocks - len(request.block_table)
+
+    def on_allocated(self, request: Request, num_blocks: int) -> None:
+        """To be called when the request's table, grown by `num_blocks`, is within what was expected."""
+        self._future_blocks[request.priority] -= num_blocks
+
+    def expect(self, request: Request, num_expected_blocks: int) -> None:
+        """Changes the expectation of a running request."""
+        self._future_blocks[request.priority] += num_expected_blocks - request.num_expected_blocks
+        request.num_expected_blocks = num_expected_blocks
+
+    def future_blocks(self, priority: PriorityClass) -> int:
+        """Blocks that requests of this class and of higher ones are still expected to take."""
+        return sum(self._future_blocks[: priority + 1])
+
+    def has_below(self, priority: PriorityClass) -> bool:
+        """Whether a request of a lower class runs, that would give way to one of this class."""
+        return bool(self._requests) and self._requests[-1].priority > priority
+
+    def num_blocks_below(self, priority: PriorityClass) -> int:
+        """Blocks that requests of lower classes hold; one that several share counts several times."""
+        start = bisect_left(self._requests, (priority + 1, 0), key=_order)
+        return sum(len(r.block_table) for r in self._requests[start:])

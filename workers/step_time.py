@@ -1,0 +1,86 @@
+"""How long a step will take, learned from the steps that were."""
+
+# A step that is n steps old counts FORGET ** n: half as much after 69 steps.
+_FORGET = 0.99
+# (tokens/s)². Below it a feature was not seen for thousands of steps: what is known of it is kept as it is.
+_FORGOTTEN = 1e-6
+# A step may be at most this many times as large as any that was seen lately: where nothing is known of
+# larger ones, a prediction is a guess.
+_GROWTH = 2.0
+_FIRST_SEQS = 2
+_FIRST_TOKENS = 64
+_SEEN_DECAY = 0.999
+
+
+class StepTimeModel:
+    """seconds ≈ base + per_seq · sequences + per_token · further tokens + per_context · context tokens.
+
+    A sequence comes with its first token; "further tokens" are those of prompt chunks beyond it. Context
+    tokens are all whose KV is read: the sum of the sequences' lengths.
+
+    Least squares of the relative error, with forgetting, coefficients not below 0, by one sweep of coordinate
+    descent a step. Relative, so that short and long steps count alike, and so that a step in which the
+    machine stood still for a second weighs next to nothing.
+    """
+
+    __slots__ = ("_a", "_b", "_seen_seqs", "_seen_tokens", "base", "per_context", "per_seq", "per_token")
+
+    def __init__(self) -> None:
+        self.base = 0.0
+        self.per_seq = 0.0
+        self.per_token = 0.0
+        self.per_context = 0.0
+        # Normal equations: the upper triangle of Σ x xᵀ row by row, and Σ x, where x are features / seconds.
+        self._a = [0.0] * 10
+        self._b = [0.0] * 4
+        self._seen_seqs = 0.0
+        self._seen_tokens = 0.0
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences up to which a prediction is worth something."""
+        return int(_GROWTH * max(self._seen_seqs, _FIRST_SEQS / _GROWTH))
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Further tokens up to which a prediction is worth something."""
+        return int(_GROWTH * max(self._seen_tokens, _FIRST_TOKENS / _GROWTH))
+
+    def predict(self, num_seqs: int, num_tokens: int, num_context_tokens: int) -> float:
+        """Seconds of a step with so many sequences, further tokens and context tokens."""
+        return (
+            self.base
+            + self.per_seq * num_seqs
+            + self.per_token * num_tokens
+            + self.per_context * num_context_tokens
+        )
+
+    def observe(self, num_seqs: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
+        """Learns from a step that took `seconds`."""
+        self._seen_seqs = max(num_seqs, self._seen_seqs * _SEEN_DECAY)
+        self._seen_tokens = max(num_tokens, self._seen_tokens * _SEEN_DECAY)
+        x0 = 1.0 / max(seconds, 1e-6)
+        x1, x2, x3 = num_seqs * x0, num_tokens * x0, num_context_tokens * x0
+        a, b, f = self._a, self._b, _FORGET
+        a00 = a[0] = a[0] * f + x0 * x0
+        a01 = a[1] = a[1] * f + x0 * x1
+        a02 = a[2] = a[2] * f + x0 * x2
+        a03 = a[3] = a[3] * f + x0 * x3
+        a11 = a[4] = a[4] * f + x1 * x1
+        a12 = a[5] = a[5] * f + x1 * x2
+        a13 = a[6] = a[6] * f + x1 * x3
+        a22 = a[7] = a[7] * f + x2 * x2
+        a23 = a[8] = a[8] * f + x2 * x3
+        a33 = a[9] = a[9] * f + x3 * x3
+        b0 = b[0] = b[0] * f + x0
+        b1 = b[1] = b[1] * f + x1
+        b2 = b[2] = b[2] * f + x2
+        b3 = b[3] = b[3] * f + x3
+        t0, t1, t2, t3 = self.base, self.per_seq, self.per_token, self.per_context
+        for _ in range(2):
+            if a22 > _FORGOTTEN:
+                t2 = max(0.0, (b2 - a02 * t0 - a12 * t1 - a23 * t3) / a22)
+            t1 = max(0.0, (b1 - a01 * t0 - a12 * t2 - a13 * t3) / a11)
+            t3 = max(0.0, (b3 - a03 * t0 - a13 * t1 - a23 * t2) / a33)
+            t0 = max(0.0, (b0 - a01 * t1 - a02 * t2 - a03 * t3) / a00)
+        self.base, self.per_seq, self.per_token, self.per_context = t0, t1, t2, t3
