@@ -20,11 +20,28 @@ class CatalogError(ValueError):
     """A model that is not there, or a model.json that is not right; the message names file and field."""
 
 
+# One KV block. Only full blocks are ever found again, so what is shorter is computed each time it is run.
+CANARY_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A prompt and its greedy continuation, by which a worker proves that it computes right.
+
+    To be made in full precision, with a prompt that leaves no doubt at any step: a faster number format must
+    come to the same tokens.
+    """
+
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """What the fleet must agree on about one model. Lengths are in tokens.
 
-    `weights` and `tokenizer` are file names in the model's folder; empty for the simulated model.
+    `weights` and `tokenizer` are file names in the model's folder; empty for the simulated model. Without a
+    `canary` each worker takes what it computes when it starts for right.
     """
 
     id: str
@@ -40,6 +57,7 @@ class ModelSpec:
     license_url: str = ""
     description: str = ""
     fallback_models: list[str] = field(default_factory=list)
+    canary: Canary | None = None
 
 
 def simulated_model() -> ModelSpec:
@@ -76,6 +94,9 @@ def parse_spec(text: str, source: str) -> ModelSpec:
                 raise CatalogError(f"{source}: field {name!r} is missing")
             continue
         value, hint = data[name], hints[name]
+        if name == "canary":
+            data[name] = _parse_canary(value, source)
+            continue
         kind = typing.get_origin(hint) or hint
         good = isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
         if good and kind is list:
@@ -86,6 +107,25 @@ def parse_spec(text: str, source: str) -> ModelSpec:
     if spec.max_model_len < 1:
         raise CatalogError(f"{source}: field 'max_model_len' must be at least 1")
     return spec
+
+
+def _parse_canary(value: object, source: str) -> Canary | None:
+    if value is None:
+        return None
+    names = [f.name for f in dataclasses.fields(Canary)]
+    if not isinstance(value, dict) or sorted(value) != sorted(names):
+        raise CatalogError(f"{source}: field 'canary' must be an object with {' and '.join(names)}")
+    for name in names:
+        ids = value[name]
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+            raise CatalogError(f"{source}: field 'canary.{name}' must be a list of token ids, not empty")
+    canary = Canary(**value)
+    if (length := len(canary.prompt_token_ids) + len(canary.output_token_ids)) > CANARY_MAX_TOKENS:
+        raise CatalogError(
+            f"{source}: field 'canary' has {length} tokens, at most {CANARY_MAX_TOKENS} can be run without "
+            "being cached"
+        )
+    return canary
 
 
 class Catalog:

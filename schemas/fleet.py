@@ -8,6 +8,7 @@ watcher that was stopped and wakes accuses nobody: it judges only while its own 
 import asyncio
 import secrets
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 from schemas import topics
@@ -38,6 +39,20 @@ CONSUMER_SETTINGS: dict[str, Any] = {
 }
 
 FleetEvent = Join | Drain | Left
+
+# Reasons in Left that say something about what the run gave.
+LEFT_CANARY_FAILED = "canary_failed"
+LEFT_ENGINE_STALLED = "engine_stalled"
+
+
+class CanaryStatus(StrEnum):
+    """What a worker says of its engine. FAILED: it computes wrong tokens, and will leave. ENGINE_STALLED: a
+    step lasts too long; it may get over it. With either, it gets no work."""
+
+    UNKNOWN = "unknown"
+    OK = "ok"
+    FAILED = "failed"
+    ENGINE_STALLED = "engine_stalled"
 
 
 class LogClock:

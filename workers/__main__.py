@@ -15,12 +15,9 @@ from schemas import logs
 from schemas.catalog import Catalog, CatalogError
 from schemas.config import ConfigError, describe
 from workers.config import WorkerConfig, load_config
+from workers.exit_status import ExitStatus
 
 log = logging.getLogger("workers")
-
-EXIT_FAILED = 1
-EXIT_CONFIG = 2
-EXIT_SUPERSEDED = 3
 
 _PR_SET_PDEATHSIG = 1
 # The engine thread is pure Python between kernels; at the default of 5 ms it would keep the event loop
@@ -46,22 +43,25 @@ def main() -> int:
         model = config.model_id(catalog)
     except (ConfigError, CatalogError) as error:
         print(f"worker: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+        return ExitStatus.CONFIG
     if arguments.validate:
         print(f"worker: slot {config.slot} would serve {model} with the {config.runner} runner")
         return 0
     logs.configure("worker" if arguments.child else "worker-parent", config.slot, config.log_level)
     if arguments.child:
-        return _serve(config, epoch_fd=arguments.child[0])
+        return serve(config, epoch_fd=arguments.child[0])
 
     from workers.parent import supervise
 
     return asyncio.run(supervise(config, ["-m", "workers", "--child"]))
 
 
-def _serve(config: WorkerConfig, epoch_fd: int) -> int:
+def serve(config: WorkerConfig, epoch_fd: int) -> int:
+    """Runs the worker proper, and tells its epoch to the parent; returns the exit status."""
     import uvloop
 
+    from workers.canary import CanaryFailedError
+    from workers.engine_watch import EngineStalledError
     from workers.mailbox import SupersededError
     from workers.worker import Worker
 
@@ -70,23 +70,33 @@ def _serve(config: WorkerConfig, epoch_fd: int) -> int:
     def on_joined(epoch: int) -> None:
         os.write(epoch_fd, b"%d\n" % epoch)
 
-    async def serve() -> None:
+    async def run() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         await Worker(config, on_joined, stop).run()
 
-    status = 0
+    status = ExitStatus.STOPPED
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve())
+            runner.run(run())
     except* SupersededError as group:
         log.error("superseded", extra={"error": str(_first(group))})
-        status = EXIT_SUPERSEDED
+        status = ExitStatus.SUPERSEDED
+    except* CanaryFailedError as group:
+        log.error("the engine computes wrong", extra={"error": str(_first(group))})
+        status = ExitStatus.CANARY_FAILED
+    except* EngineStalledError as group:
+        log.error("the engine has stalled", extra={"error": str(_first(group))})
+        status = ExitStatus.ENGINE_STALLED
     except* Exception as group:
         log.error("failed: %s", _first(group), exc_info=_first(group))
-        status = EXIT_FAILED
+        status = ExitStatus.FAILED
+    if status is ExitStatus.ENGINE_STALLED:
+        # The thread in its endless step can hold up the interpreter's end as well.
+        logging.shutdown()
+        os._exit(status)
     return status
 
 

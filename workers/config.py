@@ -45,6 +45,7 @@ class WorkerConfig(CommonConfig):
     )
     canary_s: float = setting(5.0, doc="Seconds between canary requests through the engine; 0: none.")
     stall_s: float = setting(10.0, doc="A step that lasts longer shows as engine_stalled in the heartbeat.")
+    stall_exit_s: float = setting(60.0, doc="A step that lasts longer than these seconds ends the worker.")
     start_s: float = setting(60.0, doc="Seconds to reach Kafka in, at the start.")
     drain_s: float = setting(8.0, doc="Seconds that running requests have to end in after SIGTERM.")
     send_s: float = setting(300.0, doc="Seconds a record may stay unacked before the worker gives up.")
@@ -58,6 +59,13 @@ class WorkerConfig(CommonConfig):
         for name in ("kv_memory_mib", "outbox_records", "start_s", "drain_s", "send_s"):
             if getattr(self, name) <= 0:
                 found.append(f"HEADRACE_{name.upper()} must be positive, got {getattr(self, name)}")
+        if self.canary_s < 0:
+            found.append(f"HEADRACE_CANARY_S must not be negative, got {self.canary_s}")
+        if not 0 < self.stall_s <= self.stall_exit_s:
+            found.append(
+                f"HEADRACE_STALL_S ({self.stall_s}) must be positive and at most HEADRACE_STALL_EXIT_S "
+                f"({self.stall_exit_s})"
+            )
         if self.step_ms < 0:
             found.append(f"HEADRACE_STEP_MS must not be negative, got {self.step_ms}")
         if self.threads is not None and self.threads < 1:

@@ -1,4 +1,4 @@
-"""A worker's Kafka clients: three producers that must not wait for one another, and a consumer."""
+"""A worker's Kafka clients: four producers that must not wait for one another, and a consumer."""
 
 import asyncio
 import contextlib
@@ -25,6 +25,7 @@ _USED = (
     topics.USAGE,
     topics.HEARTBEATS,
     topics.EVENTS,
+    topics.DECISIONS,
     topics.SCHEMAS,
     topics.dlq(topics.PREFILL),
 )
@@ -49,6 +50,7 @@ class Connections:
     tokens: AIOKafkaProducer
     usage: AIOKafkaProducer
     heartbeats: AIOKafkaProducer
+    decisions: AIOKafkaProducer
     consumer: AIOKafkaConsumer
 
 
@@ -75,6 +77,7 @@ async def connect(bootstrap_servers: str, layout: Layout, timeout: float) -> Asy
                     heartbeats=await start(
                         lambda: AIOKafkaProducer(**settings, **HEARTBEAT_PRODUCER_SETTINGS)
                     ),
+                    decisions=await start(lambda: AIOKafkaProducer(**settings, **PRODUCER_SETTINGS)),
                     consumer=await start(lambda: AIOKafkaConsumer(**settings, **CONSUMER_SETTINGS)),
                 )
                 await _check_topics(connections, layout)
@@ -124,6 +127,7 @@ async def _check_topics(connections: Connections, layout: Layout) -> None:
     for producer, used in (
         (connections.usage, (topics.USAGE, topics.EVENTS, topics.SCHEMAS)),
         (connections.heartbeats, (topics.HEARTBEATS,)),
+        (connections.decisions, (topics.DECISIONS,)),
     ):
         for topic in used:
             await producer.partitions_for(topic)

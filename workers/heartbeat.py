@@ -27,6 +27,13 @@ class HeartbeatLoop:
         self._producer = producer
         self._look = look
         self._missed = False
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def delivered(self) -> None:
+        """Returns when a beat that was made after this call is acked. The caller sets a deadline."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        await waiter
 
     async def run(self) -> None:
         """Beats for ever, whatever the broker does."""
@@ -40,6 +47,7 @@ class HeartbeatLoop:
             await asyncio.sleep(due - now)
 
     async def _beat(self) -> None:
+        waiting, self._waiting = self._waiting, []
         try:
             async with asyncio.timeout(_BEAT_S):
                 await self._producer.send_and_wait(topics.HEARTBEATS, encode(self._look()), partition=0)
@@ -47,5 +55,9 @@ class HeartbeatLoop:
             if not self._missed:
                 log.warning("a heartbeat was not delivered", extra={"error": repr(error)})
             self._missed = True
+            self._waiting += waiting
         else:
             self._missed = False
+            for waiter in waiting:
+                if not waiter.done():
+                    waiter.set_result(None)

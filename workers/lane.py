@@ -67,6 +67,11 @@ class Lane:
         self._on_change(self)
         return acked
 
+    def halt(self) -> None:
+        """Hands nothing more to the producer, from now on; `close` is still to be called."""
+        self._queued.clear()
+        self._task.cancel()
+
     async def close(self) -> None:
         """Stops sending. What is unacked may or may not arrive."""
         self._task.cancel()

@@ -44,9 +44,12 @@ class Histogram:
 class WorkerMetrics:
     """A prometheus_client collector. All methods run in the event loop; times in seconds."""
 
-    def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self, model: str, stats: Callable[[], EngineStats], decisions_dropped: Callable[[], int] = lambda: 0
+    ) -> None:
         self._model = model
         self._stats = stats
+        self._decisions_dropped = decisions_dropped
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._ended: Counter[str] = Counter()
@@ -87,6 +90,9 @@ class WorkerMetrics:
         yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", sum(stats.num_waiting))
         yield self._gauge("vllm:kv_cache_usage_perc", "KV blocks in use; 1 is all of them.", used)
         yield self._counter("vllm:num_preemptions", "Sequences that gave up blocks.", stats.num_preemptions)
+        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up.", stats.prefix_cache_queries)
+        yield self._counter("vllm:prefix_cache_hits", "Tokens found computed.", stats.prefix_cache_hits)
+        yield from self._about_engine(stats)
         yield self._counter("vllm:prompt_tokens", "Prompt tokens prefilled.", self._prompt_tokens)
         yield self._counter("vllm:generation_tokens", "Tokens generated.", self._generation_tokens)
         success = CounterMetricFamily(
@@ -106,6 +112,32 @@ class WorkerMetrics:
             family = HistogramMetricFamily(name, doc, labels=_LABELS)
             family.add_metric((self._model,), *histogram.buckets())
             yield family
+
+    def _about_engine(self, stats: EngineStats) -> Iterator[Metric]:
+        """What vLLM has no name for."""
+        hosted = 1 - stats.free_host_blocks / stats.num_host_blocks if stats.num_host_blocks else 0.0
+        preemptions = CounterMetricFamily(
+            "headrace_preemptions", "Preemptions.", labels=(*_LABELS, "reason", "mode")
+        )
+        for (reason, mode), count in stats.preemptions.items():
+            preemptions.add_metric((self._model, reason, mode), count)
+        yield preemptions
+        for name, doc, value in (
+            ("headrace_kv_fragmentation", "Share of held KV slots without a token.", stats.kv_fragmentation),
+            ("headrace_swap_usage_perc", "Host blocks for swapped KV in use; 1 is all of them.", hosted),
+            ("headrace_step_seconds", "Running mean of a step.", stats.step_time_ms / 1000),
+            (
+                "headrace_predicted_step_seconds",
+                "What the last step was predicted to take.",
+                stats.predicted_step_ms / 1000,
+            ),
+        ):
+            yield self._gauge(name, doc, value)
+        yield self._counter(
+            "headrace_decisions_dropped",
+            "Records left out of fleet.decisions.",
+            self._decisions_dropped(),
+        )
 
     def _gauge(self, name: str, doc: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, doc, labels=_LABELS)

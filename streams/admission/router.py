@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from schemas.fleet import Member
+from schemas.fleet import CanaryStatus, Member
 from schemas.priority import PriorityClass
 from schemas.records import Heartbeat, InferenceRequest, WorkerStatus
 
 # Queued prompt tokens that weigh as much as a full KV pool or a full batch: a few steps of prefill.
 PREFILL_SCALE = 2048
+_UNFIT = frozenset({CanaryStatus.FAILED, CanaryStatus.ENGINE_STALLED})
 
 
 class Blocked(Enum):
@@ -57,7 +58,7 @@ class Worker:
 
     @property
     def takes_requests(self) -> bool:
-        return not (self.draining or self.status.draining or self.status.canary == "failed")
+        return not (self.draining or self.status.draining or self.status.canary in _UNFIT)
 
     @property
     def num_seqs(self) -> int:

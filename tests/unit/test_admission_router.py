@@ -38,11 +38,20 @@ def test_takes_no_worker_of_another_model_draining_failed_or_excluded() -> None:
             member(2, canary="failed"),
             Member("worker", 3, 10, 0, member(3).heartbeat, draining=True),
             member(4),
+            member(5, canary="engine_stalled"),
         ]
     )
     assert chosen(router) == 4
     assert chosen(router, excluded_slots=[4]) is Blocked.NO_WORKER
     assert chosen(router, model="third") is Blocked.NO_WORKER
+
+
+def test_a_stalled_worker_is_taken_again_once_its_step_has_ended() -> None:
+    router = Router()
+    router.update([member(0, canary="engine_stalled")])
+    assert chosen(router) is Blocked.NO_WORKER
+    router.update([member(0, canary="ok")])
+    assert chosen(router) == 0
 
 
 def test_prefers_free_blocks_then_short_prefill_queues() -> None:

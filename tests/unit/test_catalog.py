@@ -1,9 +1,10 @@
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
-from schemas.catalog import Catalog, CatalogError, parse_spec
+from schemas.catalog import Canary, Catalog, CatalogError, parse_spec
 
 GOOD = {
     "id": "m",
@@ -26,11 +27,24 @@ GOOD = {
         ({"eos_token_ids": ["2"]}, "eos_token_ids"),
         ({"eos_token_ids": 2}, "eos_token_ids"),
         ({"colour": "red"}, "unknown field 'colour'"),
+        ({"canary": 3}, "'canary' must be an object with prompt_token_ids and output_token_ids"),
+        ({"canary": {"prompt_token_ids": [1]}}, "'canary' must be an object"),
+        ({"canary": {"prompt_token_ids": [1], "output_token_ids": []}}, r"'canary\.output_token_ids'"),
+        ({"canary": {"prompt_token_ids": [True], "output_token_ids": [1]}}, r"'canary\.prompt_token_ids'"),
+        ({"canary": {"prompt_token_ids": [1] * 9, "output_token_ids": [1] * 8}}, "'canary' has 17 tokens"),
     ],
 )
 def test_a_bad_field_is_named_with_its_file(change: dict[str, object], message: str) -> None:
     with pytest.raises(CatalogError, match=rf"m/model\.json: .*{message}"):
         parse_spec(json.dumps(GOOD | change), "m/model.json")
+
+
+def test_a_canary_comes_back_as_it_was_written() -> None:
+    canary = Canary([1, 2], [3])
+    spec = parse_spec(json.dumps(GOOD | {"canary": dataclasses.asdict(canary)}), "f")
+    assert spec.canary == canary
+    assert parse_spec(json.dumps(dataclasses.asdict(spec)), "f") == spec
+    assert parse_spec(json.dumps(GOOD | {"canary": None}), "f").canary is None
 
 
 def test_a_missing_field_is_named() -> None:

@@ -1,18 +1,17 @@
 """The order of tokens, usage and Completion, with a producer whose acks the test gives by hand."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError, KafkaTimeoutError
 
 from schemas import topics
-from schemas.codec import decode
 from schemas.headers import ReplyTo
 from schemas.records import Completion, Dispatch, TokenChunk, Tokens, Usage
+from tests.hand_producer import HandProducer, settle
 from tests.worker_harness import make_inference_request
 from workers.live_requests import End, LiveRequest, LiveRequests
 from workers.outbox import Outbox
@@ -20,31 +19,6 @@ from workers.request import FinishReason
 
 MAX_RECORDS = 8
 REPLY = topics.partition(1, 0)
-
-
-class HandProducer:
-    """Stands in for the broker's acks, which a test could not hold back one by one."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, int, Any, asyncio.Future[None]]] = []
-        self.refuse: list[Exception] = []
-
-    async def send(
-        self, topic: str, value: bytes, partition: int, headers: object = None
-    ) -> asyncio.Future[None]:
-        if self.refuse:
-            raise self.refuse.pop(0)
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.sent.append((topic, partition, decode(value), future))
-        return future
-
-    def ack(self, count: int = 1) -> None:
-        for future in [f for *_, f in self.sent if not f.done()][:count]:
-            future.set_result(None)
-
-    @property
-    def values(self) -> list[Any]:
-        return [value for _, _, value, _ in self.sent]
 
 
 @dataclass
@@ -77,11 +51,6 @@ class Bench:
     def send(self, live: LiveRequest, position: int) -> None:
         chunk = TokenChunk(live.request.request_id, 1, position, [65])
         self.outbox.send_tokens(REPLY, [chunk])
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -214,3 +183,29 @@ async def test_a_refusal_by_headers_bills_nothing(bench: Bench) -> None:
     (completion,) = bench.tokens.values
     assert (completion.attempt, completion.finish_reason, completion.output_tokens) == (3, "error", 0)
     assert bench.usage.values == []
+
+
+async def test_once_halted_it_hands_nothing_more_over(bench: Bench) -> None:
+    live = bench.take(1)
+    bench.send(live, 0)
+    bench.outbox.end(live, End(FinishReason.LENGTH))
+    await settle()
+    bench.send(live, 1)  # queued, not handed over yet
+    bench.outbox.halt()
+    with pytest.raises(TimeoutError):
+        await bench.outbox.settle(0.01)
+    bench.tokens.ack(1)
+    await bench.outbox.settle(1.0)
+    await settle()
+    assert [type(v) for v in bench.tokens.values] == [Tokens]
+    assert bench.usage.values == []
+    assert bench.errors == []
+
+
+async def test_the_end_says_where_a_stop_string_cuts(bench: Bench) -> None:
+    bench.outbox.end(bench.take(), End(FinishReason.STOP, text_length=7))
+    await settle()
+    bench.usage.ack()
+    await settle()
+    (completion,) = bench.tokens.values
+    assert (completion.finish_reason, completion.text_length, completion.message) == ("stop", 7, None)

@@ -2,6 +2,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from schemas.records import Dispatch
 from tests.worker_harness import make_inference_request
+from workers.batch import PreemptionMode, PreemptionReason
 from workers.engine_stats import EngineStats
 from workers.live_requests import LiveRequests
 from workers.metrics import Histogram, WorkerMetrics
@@ -16,8 +17,22 @@ def test_histogram_buckets_are_cumulative_and_include_their_bound() -> None:
 
 
 def test_a_request_shows_in_all_figures() -> None:
-    stats = EngineStats(num_running=3, num_waiting=(1, 0, 4), num_blocks=10, free_blocks=4, num_preemptions=2)
-    metrics = WorkerMetrics("gemma", lambda: stats)
+    stats = EngineStats(
+        num_running=3,
+        num_waiting=(1, 0, 4),
+        num_blocks=10,
+        free_blocks=4,
+        num_host_blocks=8,
+        free_host_blocks=2,
+        kv_fragmentation=0.03,
+        prefix_cache_queries=100,
+        prefix_cache_hits=64,
+        num_preemptions=2,
+        preemptions={(PreemptionReason.NO_FREE_BLOCK, PreemptionMode.SWAP): 2},
+        step_time_ms=20.0,
+        predicted_step_ms=18.0,
+    )
+    metrics = WorkerMetrics("gemma", lambda: stats, lambda: 5)
     registry = CollectorRegistry()
     registry.register(metrics)
     taken = LiveRequests(0, 9, "simulated", 300).on_dispatch(
@@ -38,6 +53,14 @@ def test_a_request_shows_in_all_figures() -> None:
     assert value("vllm:num_requests_waiting") == 5
     assert value("vllm:kv_cache_usage_perc") == 0.6
     assert value("vllm:num_preemptions_total") == 2
+    assert value("headrace_preemptions_total", reason="no_free_block", mode="swap") == 2
+    assert value("vllm:prefix_cache_queries_total") == 100
+    assert value("vllm:prefix_cache_hits_total") == 64
+    assert value("headrace_kv_fragmentation") == 0.03
+    assert value("headrace_swap_usage_perc") == 0.75
+    assert value("headrace_step_seconds") == 0.02
+    assert value("headrace_predicted_step_seconds") == 0.018
+    assert value("headrace_decisions_dropped_total") == 5
     assert value("vllm:prompt_tokens_total") == 8
     assert value("vllm:generation_tokens_total") == 2
     assert value("vllm:request_success_total", finished_reason="stop") == 1
