@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from schemas.catalog import SIMULATED_MODEL, Catalog, CatalogError
 from schemas.config import CommonConfig, from_env, setting
+from workers.roofline import DEVICES, MODELS, DType, Roofline
 from workers.scheduler_config import SchedulerConfig
 
 RUNNERS = ("torch", "simulated")
@@ -15,9 +16,25 @@ class WorkerConfig(CommonConfig):
     model: str = setting("", doc="Catalogue id of the model to serve; empty: the only one there is.")
     runner: str = setting("torch", doc="torch, or simulated: tokens without a model.")
     deterministic: bool = setting(False, doc="Equal output whatever the batch; slower.")
-    step_ms: float = setting(0.0, doc="Time of a simulated step in ms; 0 is as fast as it goes.")
+    step_ms: float = setting(
+        0.0, doc="Time of a simulated step in ms, whatever the batch; 0 is as fast as it goes."
+    )
+    simulated_gpu: str = setting(
+        "", doc="GPU whose step times are simulated: h100, h200 or b200; empty: step_ms for each step."
+    )
+    simulated_tensor_parallel: int = setting(8, doc="GPUs that the simulated model is spread over.")
+    simulated_model: str = setting("70b", doc="Size of the model on the simulated GPUs: 8b or 70b (Llama 3).")
+    simulated_weight_dtype: str = setting("fp8", doc="What its weights are stored in: bf16 or fp8.")
+    simulated_kv_dtype: str = setting("bf16", doc="What its keys and values are stored in: bf16 or fp8.")
+    simulated_compute_dtype: str = setting("bf16", doc="What its matrices are multiplied in: bf16 or fp8.")
+    simulated_speed: float = setting(
+        1.0, doc="How many times faster than the simulated GPUs it goes; 0 is no delay at all."
+    )
     threads: int | None = setting(None, doc="Threads of torch; empty: as many as there are cores.")
-    kv_memory_mib: int = setting(512, doc="Memory of the KV pool in MiB; a hard ceiling.")
+    kv_memory_mib: int | None = setting(
+        None,
+        doc="Memory of the KV pool in MiB, a hard ceiling; empty: 512, or what simulated GPUs have left.",
+    )
     max_model_len: int | None = setting(None, doc="Tokens of one sequence; empty: the model's context.")
     max_num_seqs: int = setting(64, doc="Sequences in the running batch.")
     max_num_batched_tokens: int = setting(
@@ -57,8 +74,9 @@ class WorkerConfig(CommonConfig):
         if self.runner not in RUNNERS:
             found.append(f"HEADRACE_RUNNER must be {' or '.join(RUNNERS)}, got {self.runner!r}")
         for name in ("kv_memory_mib", "outbox_records", "start_s", "drain_s", "send_s"):
-            if getattr(self, name) <= 0:
-                found.append(f"HEADRACE_{name.upper()} must be positive, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                found.append(f"HEADRACE_{name.upper()} must be positive, got {value}")
         if self.canary_s < 0:
             found.append(f"HEADRACE_CANARY_S must not be negative, got {self.canary_s}")
         if not 0 < self.stall_s <= self.stall_exit_s:
@@ -68,6 +86,7 @@ class WorkerConfig(CommonConfig):
             )
         if self.step_ms < 0:
             found.append(f"HEADRACE_STEP_MS must not be negative, got {self.step_ms}")
+        found += self._simulation_errors()
         if self.threads is not None and self.threads < 1:
             found.append(f"HEADRACE_THREADS must be at least 1, got {self.threads}")
         try:
@@ -90,6 +109,48 @@ class WorkerConfig(CommonConfig):
             batch_watermark=self.batch_watermark,
             hold_batch_in_prefill=self.hold_batch_in_prefill,
         )
+
+    def roofline(self) -> Roofline | None:
+        """The GPUs that are simulated, if any. Raises ValueError when the model does not fit them."""
+        if not self.simulated_gpu:
+            return None
+        return Roofline(
+            DEVICES[self.simulated_gpu],
+            MODELS[self.simulated_model],
+            self.simulated_tensor_parallel,
+            DType(self.simulated_weight_dtype),
+            DType(self.simulated_kv_dtype),
+            DType(self.simulated_compute_dtype),
+        )
+
+    def _simulation_errors(self) -> list[str]:
+        found = []
+        choices: dict[str, list[str]] = {
+            "simulated_gpu": ["", *DEVICES],
+            "simulated_model": list(MODELS),
+            "simulated_weight_dtype": list(DType),
+            "simulated_kv_dtype": list(DType),
+            "simulated_compute_dtype": list(DType),
+        }
+        for name, known in choices.items():
+            if (value := getattr(self, name)) not in known:
+                some = " or ".join(choice or "empty" for choice in known)
+                found.append(f"HEADRACE_{name.upper()} must be {some}, got {value!r}")
+        # Written so that NaN fails too.
+        if not 0 <= self.simulated_speed < float("inf"):
+            found.append(f"HEADRACE_SIMULATED_SPEED must be 0 or more, got {self.simulated_speed}")
+        if self.simulated_gpu and self.runner != "simulated":
+            found.append(f"HEADRACE_SIMULATED_GPU needs HEADRACE_RUNNER=simulated, got {self.runner!r}")
+        if self.simulated_gpu and self.step_ms:
+            found.append(
+                "HEADRACE_STEP_MS and HEADRACE_SIMULATED_GPU both say how long a step takes: set one"
+            )
+        if not found:
+            try:
+                self.roofline()
+            except ValueError as error:
+                found.append(f"HEADRACE_SIMULATED_GPU: {error}")
+        return found
 
     def model_id(self, catalog: Catalog) -> str:
         """The model to serve. Raises CatalogError when it must be named, or is not there."""

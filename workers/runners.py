@@ -57,7 +57,10 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
             num_threads=config.threads,
         )
         vocab_size = runner.vocab_size
-    num_blocks = num_blocks_for(config.kv_memory_mib << 20, runner.bytes_per_block)
+    if config.kv_memory_mib is None and isinstance(runner, SimulatedRunner):
+        num_blocks = runner.num_blocks_in_memory
+    else:
+        num_blocks = num_blocks_for((config.kv_memory_mib or 512) << 20, runner.bytes_per_block)
     kv_cache_manager = make_kv_cache_manager(num_blocks)
     engine = Engine(scheduler_config, runner, kv_cache_manager, frozenset(spec.eos_token_ids))
     engine.warm_up(token_id=spec.bos_token_id)
@@ -88,5 +91,7 @@ def _simulated_runner(config: WorkerConfig, catalog: Catalog, spec: ModelSpec) -
         first_token_id=first,
         eos_token_ids=frozenset(spec.eos_token_ids),
         step_ms=config.step_ms,
+        roofline=config.roofline(),
+        speed=config.simulated_speed,
     )
     return runner, vocab_size

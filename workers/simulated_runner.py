@@ -1,21 +1,27 @@
-"""A model runner without a model: a fixed step time and tokens that anyone can compute beforehand."""
+"""A model runner without a model: step times of a GPU, or any; tokens that anyone can compute beforehand."""
 
 import time
 from collections.abc import Callable, Set
 
 from workers.batch import RunnerOutput, SchedulerOutput
+from workers.roofline import Roofline, StepLoad
 
 _MASK = (1 << 64) - 1
+# Of no GPU in particular.
+_KV_BYTES = 512 << 20
+_BYTES_PER_BLOCK = 16 * 1024
+_SWAP_BYTES_PER_S = 50e9
 
 
 class SimulatedRunner:
-    """Takes `step_ms` a step (0: as fast as it can) whatever the batch.
+    """With a `roofline`, a step takes as long as it says for the batch and the blocks that are swapped,
+    divided by `speed`; without one, `step_ms` whatever the batch. 0 of either is as fast as it can.
 
     The token at an output position is a function of (request_id, position) alone, in
     [first_token_id, vocab_size) and never one of `eos_token_ids`, so a sequence ends by its length.
 
     Steps that follow one another keep their cadence: what the engine spends between two of them comes off
-    the second one's sleep, as long as it is less than half a step. A longer pause means the engine was idle.
+    the second one's sleep, as long as it is less than half of it. A longer pause means the engine was idle.
     """
 
     def __init__(
@@ -25,40 +31,53 @@ class SimulatedRunner:
         first_token_id: int = 0,
         eos_token_ids: Set[int] = frozenset(),
         step_ms: float = 0.0,
-        bytes_per_block: int = 16 * 1024,
+        roofline: Roofline | None = None,
+        speed: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Raises ValueError when no token is left to emit, or the step time is negative."""
+        """Raises ValueError when no token is left to emit, a time or speed is negative, or both are given."""
         if step_ms < 0:
             raise ValueError(f"step_ms must not be negative, got {step_ms}")
+        if not 0 <= speed < float("inf"):
+            raise ValueError(f"speed must be 0 or more, got {speed}")
+        if step_ms and roofline is not None:
+            raise ValueError("step_ms and a roofline both say how long a step takes: give one")
         if not any(t not in eos_token_ids for t in range(first_token_id, vocab_size)):
             raise ValueError(f"no token id is left in [{first_token_id}, {vocab_size}) beside the end tokens")
         self._first_token_id = first_token_id
         self._num_tokens = vocab_size - first_token_id
         self._eos_token_ids = frozenset(eos_token_ids)
         self._step_s = step_ms / 1000
-        self._bytes_per_block = bytes_per_block
+        self._roofline = roofline
+        self._speed = speed
         self._clock = clock
         self._sleep = sleep
         self._step_end = float("-inf")
 
     @property
     def bytes_per_block(self) -> int:
-        return self._bytes_per_block
+        return _BYTES_PER_BLOCK if self._roofline is None else self._roofline.bytes_per_block
+
+    @property
+    def num_blocks_in_memory(self) -> int:
+        """Blocks that fit what the simulated GPUs have left beside the weights."""
+        return _KV_BYTES // _BYTES_PER_BLOCK if self._roofline is None else self._roofline.num_blocks
 
     @property
     def swap_bytes_per_s(self) -> float:
-        return 50e9
+        if self._roofline is None:
+            return _SWAP_BYTES_PER_S
+        return self._roofline.swap_bytes_per_s * (self._speed or 1.0)
 
     def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """There is no KV to hold."""
 
     def execute(self, batch: SchedulerOutput) -> RunnerOutput:
-        if self._step_s:
+        if step_s := self.step_seconds(batch):
             now = self._clock()
-            began = self._step_end if now - self._step_end < self._step_s / 2 else now
-            self._step_end = began + self._step_s
+            began = self._step_end if now - self._step_end < step_s / 2 else now
+            self._step_end = began + step_s
             if self._step_end > now:
                 self._sleep(self._step_end - now)
         return RunnerOutput(
@@ -67,6 +86,23 @@ class SimulatedRunner:
                 for s in batch.scheduled
             ]
         )
+
+    def step_seconds(self, batch: SchedulerOutput) -> float:
+        """How long the batch takes: first the copies of swapped blocks, then the scheduled tokens."""
+        roofline = self._roofline
+        if roofline is None:
+            return self._step_s
+        if not self._speed:
+            return 0.0
+        seconds = roofline.swap_seconds(len(batch.swap_out) + len(batch.swap_in))
+        if batch.scheduled:
+            seconds += roofline.step_seconds(
+                StepLoad.of(
+                    (s.request.num_computed_tokens, s.num_scheduled_tokens, s.samples)
+                    for s in batch.scheduled
+                )
+            )
+        return seconds / self._speed
 
     def token_at(self, request_id: bytes, position: int) -> int:
         """The token of a request at an output position: splitmix64 (Steele et al., 2014) of both."""

@@ -2,9 +2,15 @@ import time
 
 import pytest
 
+from schemas.config import ConfigError
 from tests.engine_factories import EOS, make_engine, make_request, request_id
-from workers.batch import SchedulerOutput
+from workers.batch import ScheduledSequence, SchedulerOutput
+from workers.config import load_config
+from workers.roofline import DEVICES, MODELS, Roofline, StepLoad
+from workers.runners import load_engine
 from workers.simulated_runner import SimulatedRunner
+
+H100S = Roofline(DEVICES["h100"], MODELS["70b"], tensor_parallel=8)
 
 
 class FakeTime:
@@ -58,6 +64,90 @@ def test_the_real_clock_is_not_outrun() -> None:
     assert time.monotonic() - began >= 0.0999
 
 
+def on_gpus(fake: FakeTime, speed: float = 1.0) -> SimulatedRunner:
+    return SimulatedRunner(
+        vocab_size=50, roofline=H100S, speed=speed, clock=lambda: fake.now, sleep=fake.sleep
+    )
+
+
+def batch_of(*chunks: tuple[int, int]) -> SchedulerOutput:
+    """Of (computed tokens, scheduled tokens) for each sequence; all sample."""
+    batch = SchedulerOutput()
+    for number, (computed, scheduled) in enumerate(chunks):
+        request = make_request(number, prompt_len=computed + scheduled)
+        request.num_computed_tokens = computed
+        batch.scheduled.append(ScheduledSequence(request, scheduled, samples=True))
+    return batch
+
+
+def test_a_step_on_simulated_gpus_takes_what_the_roofline_says_of_its_batch() -> None:
+    fake = FakeTime()
+    runner = on_gpus(fake)
+    for chunks in ([(0, 2000)], [(2499, 1)] * 100, [(2499, 1)] * 100 + [(512, 512)]):
+        fake.now += 1.0
+        began = fake.now
+        runner.execute(batch_of(*chunks))
+        expected = H100S.step_seconds(StepLoad.of((*chunk, True) for chunk in chunks))
+        assert fake.now - began == pytest.approx(expected)
+
+
+def test_swapped_blocks_take_their_time_on_the_link_in_both_directions() -> None:
+    runner = on_gpus(FakeTime())
+    copies = SchedulerOutput(swap_out=[(0, 0), (1, 1)], swap_in=[(2, 2)])
+    assert runner.step_seconds(copies) == pytest.approx(3 * 16 * 320 * 1024 / runner.swap_bytes_per_s)
+    both = batch_of((100, 1))
+    alone = runner.step_seconds(both)
+    both.swap_in = copies.swap_in
+    assert runner.step_seconds(both) == pytest.approx(alone + runner.step_seconds(copies) / 3)
+
+
+def test_speed_shortens_steps_and_copies_alike_and_0_is_no_delay() -> None:
+    batch = batch_of((100, 1))
+    batch.swap_out = [(0, 0)]
+    once, twice = on_gpus(FakeTime()), on_gpus(FakeTime(), speed=2)
+    assert twice.step_seconds(batch) == pytest.approx(once.step_seconds(batch) / 2)
+    assert twice.swap_bytes_per_s == 2 * once.swap_bytes_per_s
+    fake = FakeTime()
+    on_gpus(fake, speed=0).execute(batch)
+    assert fake.now == FakeTime().now
+
+
+SETTINGS = {"HEADRACE_KAFKA": "", "HEADRACE_RUNNER": "simulated", "HEADRACE_SIMULATED_GPU": "h100"}
+
+
+def test_the_pool_of_a_simulated_gpu_is_what_its_memory_has_left_unless_told() -> None:
+    fast = {**SETTINGS, "HEADRACE_SIMULATED_SPEED": "0"}
+    engine = load_engine(load_config(fast)).engine
+    assert engine.pool.num_blocks == H100S.num_blocks
+    assert engine.runner.bytes_per_block == H100S.bytes_per_block
+    told = load_engine(load_config({**fast, "HEADRACE_KV_MEMORY_MIB": "1000"})).engine
+    assert told.pool.num_blocks == (1000 << 20) // H100S.bytes_per_block
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"HEADRACE_SIMULATED_GPU": "a100"},
+            "SIMULATED_GPU must be empty or h100 or h200 or b200, got 'a100'",
+        ),
+        ({"HEADRACE_SIMULATED_MODEL": "1t"}, "SIMULATED_MODEL must be 8b or 70b, got '1t'"),
+        ({"HEADRACE_SIMULATED_KV_DTYPE": "int8"}, "SIMULATED_KV_DTYPE must be bf16 or fp8, got 'int8'"),
+        ({"HEADRACE_SIMULATED_SPEED": "nan"}, "SIMULATED_SPEED must be 0 or more, got nan"),
+        ({"HEADRACE_SIMULATED_TENSOR_PARALLEL": "3"}, "SIMULATED_GPU: tensor_parallel must divide the 8"),
+        (
+            {"HEADRACE_SIMULATED_TENSOR_PARALLEL": "1", "HEADRACE_SIMULATED_WEIGHT_DTYPE": "bf16"},
+            "SIMULATED_GPU: 141 GB of weights leave no room for KV",
+        ),
+        ({"HEADRACE_STEP_MS": "5"}, "STEP_MS and HEADRACE_SIMULATED_GPU both say"),
+        ({"HEADRACE_RUNNER": "torch"}, "SIMULATED_GPU needs HEADRACE_RUNNER=simulated"),
+    ],
+)
+def test_settings_that_cannot_be_simulated_are_named(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({**SETTINGS, **settings})
+
+
 @pytest.mark.parametrize(
     ("vocab_size", "eos", "step_ms", "message"),
     [(10, set(), -1, "step_ms must not be negative"), (2, {EOS, 0}, 0, "no token id is left")],
@@ -65,3 +155,10 @@ def test_the_real_clock_is_not_outrun() -> None:
 def test_refuses_what_cannot_work(vocab_size: int, eos: set[int], step_ms: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SimulatedRunner(vocab_size=vocab_size, eos_token_ids=eos, step_ms=step_ms)
+
+
+def test_refuses_two_step_times_and_a_negative_speed() -> None:
+    with pytest.raises(ValueError, match="give one"):
+        SimulatedRunner(vocab_size=10, step_ms=1, roofline=H100S)
+    with pytest.raises(ValueError, match="speed must be 0 or more, got -1"):
+        SimulatedRunner(vocab_size=10, roofline=H100S, speed=-1)
