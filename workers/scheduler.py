@@ -6,7 +6,6 @@ from collections.abc import Set
 
 from schemas.priority import PriorityClass
 from workers.batch import (
-    Preempted,
     PreemptionMode,
     PreemptionReason,
     RunnerOutput,
@@ -16,7 +15,8 @@ from workers.batch import (
 from workers.engine_stats import StepMeter
 from workers.kv_budget import KVBudget
 from workers.kv_cache_manager import KVCacheManager
-from workers.preemption import SwapCost
+from workers.preemption import Preemption, SwapCost
+from workers.prompt_scheduler import PromptScheduler
 from workers.request import FinishReason, Request, RequestOutput, RequestStatus
 from workers.running_batch import RunningBatch
 from workers.scheduler_config import SchedulerConfig
@@ -26,8 +26,6 @@ from workers.stopping import Stopping
 from workers.waiting_queue import WaitingQueue
 
 _NONE_BLOCKED: frozenset[int] = frozenset()
-# Requests of a class that may be passed over in one step because another one computes their prompt.
-_MAX_PASSED_OVER = 64
 
 
 def _priority(request: Request) -> PriorityClass:
@@ -49,15 +47,24 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.kv_cache_manager = kv_cache_manager
-        self.preemptions: Counter[tuple[PreemptionReason, PreemptionMode]] = Counter()
         self.meter = StepMeter()
         self.step_time = StepTimeModel()
-        self._swap_cost = swap_cost
+        self.running = RunningBatch()
         self._stopping = Stopping(eos_token_ids)
         self._requests: dict[bytes, Request] = {}
         self._waiting = WaitingQueue()
-        self.running = RunningBatch()
         self._budget = KVBudget(kv_cache_manager, self.running, config.batch_watermark)
+        self._preemption = Preemption(
+            kv_cache_manager, self.running, self._waiting, self._budget, self.meter, swap_cost
+        )
+        self._prompts = PromptScheduler(
+            kv_cache_manager,
+            self.running,
+            self._waiting,
+            self._budget,
+            self._preemption,
+            config.max_num_seqs,
+        )
         self._arrivals = 0
 
     @property
@@ -70,7 +77,12 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        return self.preemptions.total()
+        return self._preemption.counts.total()
+
+    @property
+    def preemptions(self) -> Counter[tuple[PreemptionReason, PreemptionMode]]:
+        """How many there were since the start."""
+        return self._preemption.counts
 
     def num_waiting_by_class(self) -> tuple[int, ...]:
         """Queue lengths, indexed by class."""
@@ -140,9 +152,9 @@ class Scheduler:
         for priority in PriorityClass:
             for request in prefills[priority]:
                 if request.status is RequestStatus.RUNNING:
-                    self._schedule_chunk(request, plan)
+                    self._prompts.schedule_chunk(request, plan)
             # Who waits in a higher class keeps the lower ones from taking the blocks that it waits for.
-            admitting = admitting and self._admit(priority, blocked_partitions, plan)
+            admitting = admitting and self._prompts.admit(priority, blocked_partitions, plan)
             if priority is PriorityClass.INTERACTIVE and lower:
                 if self.config.hold_batch_in_prefill and plan.has_interactive_chunk:
                     lower = lower[: bisect_right(lower, PriorityClass.FREE, key=_priority)]
@@ -206,6 +218,7 @@ class Scheduler:
 
     def _schedule_decodes(self, requests: list[Request], plan: StepPlan) -> None:
         block_size = self.kv_cache_manager.block_size
+        allocate = self._preemption.allocate
         preempted = plan.output.preempted
         decodes = plan.decodes
         num_context_tokens = 0
@@ -213,152 +226,11 @@ class Scheduler:
             if preempted and request.status is not RequestStatus.RUNNING:
                 continue
             num_tokens = request.num_computed_tokens + 1
-            if num_tokens > len(request.block_table) * block_size and not self._allocate(request, 1, plan):
+            if num_tokens > len(request.block_table) * block_size and not allocate(request, 1, plan):
                 continue
             num_context_tokens += num_tokens
             decodes.append(ScheduledSequence(request, 1, True))
         plan.add_context(num_context_tokens)
-
-    def _schedule_chunk(self, request: Request, plan: StepPlan) -> None:
-        num_tokens = plan.chunk_size(request, request.num_computed_tokens)
-        if num_tokens > 0 and not self._allocate(request, num_tokens, plan):
-            # Nobody gives way to the last one: it takes what there is.
-            kv = self.kv_cache_manager
-            num_slots = (len(request.block_table) + kv.num_free_blocks) * kv.block_size
-            num_tokens = min(num_tokens, num_slots - request.num_computed_tokens)
-            if num_tokens > 0:
-                allocated = self._allocate(request, num_tokens, plan)
-                assert allocated
-        if num_tokens > 0:
-            plan.add_chunk(request, num_tokens)
-            if len(self._waiting):
-                self._note_computing(request, num_tokens, plan)
-
-    def _allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
-        """Blocks for the next tokens of a running request; others give way to it, from the last one on.
-
-        False if that does not suffice: then it is the last one itself, and stands still with what it has.
-        """
-        kv, running = self.kv_cache_manager, self.running
-        num_held = len(request.block_table)
-        while not kv.allocate_slots(request, num_tokens):
-            if running.last is request:
-                return False
-            self._preempt(running.last, request, PreemptionReason.NO_FREE_BLOCK, plan)
-        if len(request.block_table) > num_held:
-            self._budget.on_allocated(request, len(request.block_table) - num_held)
-        return True
-
-    def _admit(self, priority: PriorityClass, blocked_partitions: Set[int], plan: StepPlan) -> bool:
-        """Moves waiting requests of one class into the batch. False if one of them had to stay behind.
-
-        One whose prompt another sequence computes in this very step is passed over: it finds it in the cache
-        when that is done.
-        """
-        waiting, kv = self._waiting, self.kv_cache_manager
-        num_passed = 0
-        while request := waiting.first(priority, blocked_partitions, num_passed):
-            if plan.num_tokens_left <= 0 or num_passed > _MAX_PASSED_OVER:
-                return False
-            num_computed = request.num_computed_tokens or kv.find_cached(request)
-            if plan.computing and self._is_computed_by_another(request, num_computed, plan):
-                num_passed += 1
-                continue
-            if not plan.chunk_size(request, num_computed) or not self._make_room(request, plan):
-                return False
-            waiting.remove(request)
-            self._start(request, plan)
-        return True
-
-    def _make_room(self, request: Request, plan: StepPlan) -> bool:
-        """Whether the request can start now; lower classes give way if that is what it takes."""
-        kv, running = self.kv_cache_manager, self.running
-        max_num_seqs = self.config.max_num_seqs
-        if len(running) >= max_num_seqs and not running.has_below(request.priority):
-            return False
-        if any(p.victim is request for p in plan.output.preempted):
-            return False
-        if not self._budget.fits(request, kv.num_new_blocks_for(request, request.num_tokens)):
-            return False
-        # Again, because a block that a victim frees may be one that the request was to share with it.
-        while num_victims := self._budget.num_victims(
-            request, kv.num_new_blocks_for(request, request.num_tokens), max_num_seqs
-        ):
-            for _ in range(num_victims):
-                seats = len(running) >= max_num_seqs
-                reason = PreemptionReason.HIGHER_CLASS_SEQS if seats else PreemptionReason.HIGHER_CLASS_BLOCKS
-                self._preempt(running.last, request, reason, plan)
-        return num_victims == 0
-
-    def _start(self, request: Request, plan: StepPlan) -> None:
-        kv = self.kv_cache_manager
-        if request.host_block_table:
-            pairs = kv.swap_in(request)
-            assert pairs is not None, "_make_room counted the blocks"
-            plan.output.swap_in += pairs
-        else:
-            num_cached = kv.take_cached(request)
-            if request.status is RequestStatus.WAITING:
-                request.num_cached_tokens = min(num_cached, len(request.prompt_token_ids))
-        request.transition_to(RequestStatus.RUNNING)
-        self.running.add(request, self._budget.expected_blocks(request))
-        plan.output.admitted.append(request)
-        self._schedule_chunk(request, plan)
-
-    def _note_computing(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
-        kv = self.kv_cache_manager
-        if kv.hasher is None:
-            return
-        start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
-        for index in range(start // kv.block_size, end // kv.block_size):
-            block_hash = kv.next_block_hash(request, index)
-            assert block_hash is not None
-            plan.computing[block_hash] = request
-
-    def _is_computed_by_another(self, request: Request, num_computed: int, plan: StepPlan) -> bool:
-        """Whether this step computes the next block of the request, and a sequence in it goes on to compute
-        at least half of what the request lacks."""
-        kv = self.kv_cache_manager
-        if request.host_block_table:
-            return False
-        next_hash = kv.next_block_hash(request, num_computed // kv.block_size)
-        other = plan.computing.get(next_hash) if next_hash else None
-        if other is None:
-            return False
-        half = num_computed + -(-(request.num_tokens - num_computed) // 2)
-        index = kv.num_blocks_for(half) - 1
-        block_hash = kv.next_block_hash(request, index)
-        return block_hash is not None and block_hash == kv.next_block_hash(other, index)
-
-    def _preempt(
-        self, victim: Request, for_request: Request, reason: PreemptionReason, plan: StepPlan
-    ) -> None:
-        """Takes the last running request out of the batch; it keeps its tokens, and its KV if that pays."""
-        kv, output = self.kv_cache_manager, plan.output
-        plan.drop(victim)
-        self.running.remove(victim)
-        mode, num_lost = PreemptionMode.RECOMPUTE, victim.num_computed_tokens
-        if self._swaps(victim):
-            pairs = kv.swap_out(victim)
-            if pairs is not None:
-                output.swap_out += pairs
-                mode, num_lost = PreemptionMode.SWAP, 0
-        if mode is PreemptionMode.RECOMPUTE:
-            kv.free(victim)
-            victim.num_computed_tokens = 0
-        victim.num_preemptions += 1
-        victim.transition_to(RequestStatus.PREEMPTED)
-        self._waiting.put_back(victim)
-        self.preemptions[reason, mode] += 1
-        output.preempted.append(Preempted(victim, reason, mode, num_lost, for_request))
-
-    def _swaps(self, victim: Request) -> bool:
-        cost, num_tokens = self._swap_cost, victim.num_computed_tokens
-        if cost is None or not num_tokens:
-            return False
-        return cost.swaps(
-            num_tokens, self.kv_cache_manager.num_blocks_for(num_tokens), self.meter.prefill_tokens_per_s
-        )
 
     def _end(self, request: Request, reason: FinishReason, error: str = "") -> RequestOutput:
         if request.status is RequestStatus.RUNNING:
