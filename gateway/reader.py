@@ -104,6 +104,9 @@ class WholeReader(Reader):
 class StreamReader(Reader):
     """Turns tokens into text as they come; what the client has not taken yet is one growing piece.
 
+    `may_be_cut`: the request names stop strings. The worker tells no tokens beyond what may become one, but
+    for those that end the output, so only these wait for the Completion.
+
     `keep_alive_s` without an event makes `keep_alive_due`; so does `start_wait_s` of queueing at the
     beginning. A client that does not take what is there for `write_timeout_s` is `stuck`; `on_stuck` is
     called then, for a handler that waits in a send cannot look.
@@ -111,12 +114,16 @@ class StreamReader(Reader):
 
     __slots__ = (
         "_chars",
+        "_ending",
+        "_ending_at",
         "_keep_alive_s",
         "_limit_chars",
+        "_may_be_cut",
         "_pending",
         "_position",
         "_push",
         "_quiet_since",
+        "_shown_chars",
         "_takes",
         "_takes_seen",
         "_untaken_since",
@@ -133,6 +140,7 @@ class StreamReader(Reader):
         started_at: float,
         detokenizer: Detokenizer,
         *,
+        may_be_cut: bool,
         limit_chars: int,
         start_wait_s: float,
         keep_alive_s: float,
@@ -146,6 +154,10 @@ class StreamReader(Reader):
         self._pending: list[str] = []
         self._chars = 0
         self._position = 0
+        self._may_be_cut = may_be_cut
+        self._ending: list[int] = []
+        self._ending_at = 0
+        self._shown_chars = 0
         self._limit_chars = limit_chars
         self._keep_alive_s = keep_alive_s
         self._quiet_since = started_at + start_wait_s - keep_alive_s
@@ -156,16 +168,36 @@ class StreamReader(Reader):
 
     def on_tokens(self, token_ids: Sequence[int], count: int, finish_reason: str | None, now: float) -> bool:
         self._measure(now)
+        if finish_reason == "stop" and self._may_be_cut:
+            # Where the text ends, if it was a stop string, stands in the Completion that follows.
+            self._ending += token_ids
+            self._ending_at = count - 1
+            return True
         text = self._push(token_ids if finish_reason is None else visible_ids(token_ids, finish_reason))
         if text:
-            self._pending.append(text)
             self._position = count - 1
-            self._chars += len(text)
+            self._add(text)
             if self._chars > self._limit_chars:
                 return False
             self._quiet_since = now
             self._wake()
         return True
+
+    def on_end(self, end: End) -> None:
+        if self.end is None and isinstance(end, Completion) and self._ending:
+            if end.text_length is None:
+                text = self._push(visible_ids(self._ending, end.finish_reason))
+            else:
+                text = self._push(self._ending)[: max(0, end.text_length - self._shown_chars)]
+            if text:
+                self._position = self._ending_at
+                self._add(text)
+        super().on_end(end)
+
+    def _add(self, text: str) -> None:
+        self._pending.append(text)
+        self._chars += len(text)
+        self._shown_chars += len(text)
 
     def take(self) -> tuple[str, int] | None:
         """(text not yet taken, position of its last token), or None."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from schemas.api.answers import chat_completion_id, openai_usage
+from schemas.api.answers import chat_completion_id, openai_usage, own_usage
 from schemas.api.errors import ApiError
 from schemas.records import Completion
 
@@ -51,13 +51,10 @@ class GenerateFrames:
         return b'id: %d\ndata: {"type":"token","text":%b}\n\n' % (position, to_json(text))
 
     def done(self, completion: Completion) -> bytes:
-        return (
-            b'data: {"type":"done","usage":{"input_tokens":%d,"output_tokens":%d},"stop_reason":%b}\n\n'
-            % (
-                completion.input_tokens,
-                completion.output_tokens,
-                to_json(completion.finish_reason),
-            )
+        usage = own_usage(completion.input_tokens, completion.cached_tokens, completion.output_tokens)
+        return b'data: {"type":"done","usage":%b,"stop_reason":%b}\n\n' % (
+            to_json(usage),
+            to_json(completion.finish_reason),
         )
 
     def error(self, error: ApiError) -> bytes:

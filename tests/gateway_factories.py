@@ -107,9 +107,11 @@ class Stand:
         chunk = TokenChunk(request.request_id, 1, position, list(ids), finish)
         self.outbox.put(self.serving.owner.on_tokens(Tokens(0, WORKER_EPOCH, [chunk]), 0, 0.0))
 
-    def complete(self, request: InferenceRequest, count: int, finish: str = "length") -> None:
+    def complete(
+        self, request: InferenceRequest, count: int, finish: str = "length", text_length: int | None = None
+    ) -> None:
         inputs = len(request.prompt_token_ids)
-        self.tell(Completion(request.request_id, 1, 0, WORKER_EPOCH, inputs, 0, count, finish))
+        self.tell(Completion(request.request_id, 1, 0, WORKER_EPOCH, inputs, 0, count, finish, text_length))
 
     def reject(self, request: InferenceRequest, status: int, code: str, retry_after_ms: int | None) -> None:
         self.tell(Rejected(request.request_id, 1, status, code, f"no: {code}", retry_after_ms))

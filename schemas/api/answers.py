@@ -27,8 +27,17 @@ def visible_ids(token_ids: Sequence[int], finish_reason: str | None) -> Sequence
     return token_ids[:-1] if finish_reason == "stop" else token_ids
 
 
-def output_text(tokenizer: Tokenizer, token_ids: Sequence[int], finish_reason: str) -> str:
+def output_text(
+    tokenizer: Tokenizer, token_ids: Sequence[int], finish_reason: str, text_length: int | None = None
+) -> str:
+    """`text_length`: characters up to the stop string that ended the output; None if none did."""
+    if text_length is not None:
+        return tokenizer.detokenizer().push(token_ids)[:text_length]
     return tokenizer.detokenizer().push(visible_ids(token_ids, finish_reason))
+
+
+def own_usage(input_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:
+    return {"input_tokens": input_tokens, "cached_tokens": cached_tokens, "output_tokens": output_tokens}
 
 
 def openai_usage(input_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, Any]:
@@ -66,6 +75,6 @@ def answer(url: str, finished: Finished) -> dict[str, Any]:
         "id": finished.request_id.hex(),
         "model": finished.model,
         "text": finished.text,
-        "usage": {"input_tokens": finished.input_tokens, "output_tokens": finished.output_tokens},
+        "usage": own_usage(finished.input_tokens, finished.cached_tokens, finished.output_tokens),
         "stop_reason": finished.finish_reason,
     }

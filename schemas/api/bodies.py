@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from schemas.api.errors import ApiError, bad_field
+from schemas.api.structured import ResponseFormat
 
 MAX_MESSAGES = 2048
 _Positive = Annotated[int, Meta(ge=1)]
@@ -14,6 +15,14 @@ _Temperature = Annotated[float, Meta(ge=0, le=2)]
 _TopP = Annotated[float, Meta(gt=0, le=1)]
 _TopK = Annotated[int, Meta(ge=0)]
 _Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
+_MinP = Annotated[float, Meta(ge=0, le=1)]
+_MinTokens = Annotated[int, Meta(ge=0)]
+_StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+_Stop = _StopString | Annotated[list[_StopString], Meta(max_length=16)]
+_OpenAIStop = _StopString | Annotated[list[_StopString], Meta(max_length=4)]
+_LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
 _StopIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=64)]
 
 
@@ -51,14 +60,19 @@ class GenerateBody(Struct, forbid_unknown_fields=True):
     priority: str | None = None
     ignore_eos: bool = False
     stop_token_ids: _StopIds | None = None
+    stop: _Stop | None = None
+    min_tokens: _MinTokens | None = None
+    min_p: _MinP | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: _RepetitionPenalty | None = None
+    logit_bias: _LogitBias | None = None
+    response_format: ResponseFormat | None = None
+    regex: str | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool = False
-
-
-class ResponseFormat(Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
 
 
 class ChatCompletionBody(Struct, forbid_unknown_fields=True):
@@ -82,13 +96,13 @@ class ChatCompletionBody(Struct, forbid_unknown_fields=True):
     n: Literal[1] | None = 1
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    stop: Any = None
+    stop: _OpenAIStop | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     response_format: ResponseFormat | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: _LogitBias | None = None
     store: bool | None = None
 
     def unsupported(self) -> str | None:
@@ -96,12 +110,8 @@ class ChatCompletionBody(Struct, forbid_unknown_fields=True):
         asked = (
             ("logprobs", self.logprobs),
             ("top_logprobs", self.top_logprobs),
-            ("stop", self.stop),
             ("tools", self.tools),
             ("tool_choice", None if self.tool_choice == "none" else self.tool_choice),
-            ("presence_penalty", self.presence_penalty),
-            ("frequency_penalty", self.frequency_penalty),
-            ("logit_bias", self.logit_bias),
             ("store", self.store),
         )
         return next((name for name, value in asked if value), None)

@@ -1,19 +1,22 @@
 """From a body to what the engine needs: prompt ids, sampling, class. The same for every door."""
 
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from schemas.api.bodies import ChatCompletionBody, GenerateBody, Message
 from schemas.api.errors import ApiError, bad_field
+from schemas.api.structured import response_grammar
 from schemas.chat_template import ChatTemplateError
 from schemas.models import LoadedModel
 from schemas.priority import PriorityClass
-from schemas.records import SamplingParams
+from schemas.sampling import LogitBias, SamplingParams
 
 DEFAULT_MAX_TOKENS = 1024
 GENERATE_URL = "/v1/generate"
 CHAT_COMPLETIONS_URL = "/v1/chat/completions"
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
 
 Body = GenerateBody | ChatCompletionBody
 BODIES: dict[str, type[GenerateBody] | type[ChatCompletionBody]] = {
@@ -55,15 +58,27 @@ def prepare(body: Body, models: Mapping[str, LoadedModel]) -> Prepared:
         ids = _generate_ids(body, model)
         include_usage = True
     field = "prompt" if isinstance(body, GenerateBody) and body.prompt is not None else "messages"
+    max_tokens = _max_tokens(wanted, limit_field, len(ids), model.spec.max_model_len, field)
     sampling = SamplingParams(
-        max_tokens=_max_tokens(wanted, limit_field, len(ids), model.spec.max_model_len, field),
+        max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=body.top_k or 0,
         top_p=1.0 if body.top_p is None else body.top_p,
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         ignore_eos=body.ignore_eos,
         stop_token_ids=body.stop_token_ids or [],
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias, len(model.tokenizer.token_bytes)),
+        stop=_stop(body.stop),
+        grammar=response_grammar(
+            body.response_format, body.regex if isinstance(body, GenerateBody) else None
+        ),
     )
+    if isinstance(body, GenerateBody):
+        sampling.min_p = body.min_p or 0.0
+        sampling.min_tokens = _min_tokens(body.min_tokens, max_tokens)
+        sampling.repetition_penalty = body.repetition_penalty or 1.0
     return Prepared(url, model, ids, sampling, _priority(body), bool(body.stream), include_usage)
 
 
@@ -118,6 +133,30 @@ def _max_tokens(wanted: int | None, limit_field: str, prompt: int, context: int,
             limit_field,
         )
     return wanted
+
+
+def _min_tokens(wanted: int | None, max_tokens: int) -> int:
+    if wanted is not None and wanted > max_tokens:
+        raise bad_field("min_tokens", f"must be at most max_tokens, which is {max_tokens}")
+    return wanted or 0
+
+
+def _logit_bias(wanted: dict[str, float] | None, vocab_size: int) -> list[LogitBias]:
+    biases = []
+    for text, bias in (wanted or {}).items():
+        # Ids as JSON has them for keys: plain digits, one spelling each.
+        token_id = int(text) if _TOKEN_ID.fullmatch(text) else vocab_size
+        if token_id >= vocab_size:
+            raise bad_field("logit_bias", f"{text[:20]!r} is no token id; they are 0 to {vocab_size - 1}")
+        biases.append(LogitBias(token_id, bias))
+    return biases
+
+
+def _stop(wanted: str | list[str] | None) -> list[str]:
+    strings = [wanted] if isinstance(wanted, str) else wanted or []
+    for string in strings:
+        _check_unicode(string, "stop")
+    return strings
 
 
 def _priority(body: Body) -> PriorityClass | None:

@@ -35,7 +35,7 @@ def finished(item: BatchItem, state: StreamState, end: Completion) -> Finished:
         request_id=item.request_id,
         model=state.model or item.model.spec.id,
         created_s=item.accepted_at // 1000,
-        text=output_text(item.model.tokenizer, state.token_ids, end.finish_reason),
+        text=output_text(item.model.tokenizer, state.token_ids, end.finish_reason, end.text_length),
         finish_reason=end.finish_reason,
         input_tokens=len(item.prompt_token_ids),
         cached_tokens=end.cached_tokens,

@@ -58,7 +58,7 @@ def test_both_shapes_are_answered_and_billed_as_batch(simulated_stack: RunningSt
         ],
         answers=2,
     )
-    assert found["own"]["usage"] == {"input_tokens": 3, "output_tokens": 4}
+    assert found["own"]["usage"] == {"input_tokens": 3, "cached_tokens": 0, "output_tokens": 4}
     assert len(found["own"]["text"]) == 4
     response = found["line"]["response"]
     assert response["status_code"] == 200

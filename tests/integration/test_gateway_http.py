@@ -132,7 +132,7 @@ async def test_a_stream_has_the_events_of_the_api(api: Api) -> None:
     found = events(response.text)
     assert found[-1] == {
         "type": "done",
-        "usage": {"input_tokens": 7, "output_tokens": 6},
+        "usage": {"input_tokens": 7, "cached_tokens": 0, "output_tokens": 6},
         "stop_reason": "length",
     }
     assert all(event["type"] == "token" for event in found[:-1])
@@ -150,7 +150,7 @@ async def test_a_whole_answer(api: Api) -> None:
         "id": response.headers["x-request-id"],
         "model": "simulated",
         "text": ANSWER,
-        "usage": {"input_tokens": 7, "output_tokens": 6},
+        "usage": {"input_tokens": 7, "cached_tokens": 0, "output_tokens": 6},
         "stop_reason": "length",
     }
 

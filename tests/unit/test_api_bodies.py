@@ -15,10 +15,16 @@ from schemas.api.prepare import CHAT_COMPLETIONS_URL, DEFAULT_MAX_TOKENS, GENERA
 from schemas.catalog import Catalog, simulated_model
 from schemas.models import load_models
 from schemas.priority import PriorityClass
+from schemas.sampling import Grammar, LogitBias, SamplingParams
 
 MODELS = load_models(Catalog([simulated_model()], Path()), ["simulated"])
 GENERATE: dict[str, Any] = {"model": "simulated", "prompt": "hi"}
 CHAT: dict[str, Any] = {"model": "simulated", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's response_format."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
 
 
 def refused(kind: type[GenerateBody] | type[ChatCompletionBody], body: Any) -> ApiError:
@@ -102,13 +108,45 @@ REFUSALS: list[tuple[type[GenerateBody] | type[ChatCompletionBody], Any, int, st
         "messages",
     ),
     (ChatCompletionBody, {**CHAT, "n": 2}, 400, "invalid_value", "n"),
-    (ChatCompletionBody, {**CHAT, "stop": ["a"]}, 400, "unsupported_field", "stop"),
-    (ChatCompletionBody, {**CHAT, "tools": [{}]}, 400, "unsupported_field", "tools"),
-    (ChatCompletionBody, {**CHAT, "logprobs": True}, 400, "unsupported_field", "logprobs"),
-    (ChatCompletionBody, {**CHAT, "frequency_penalty": 1}, 400, "unsupported_field", "frequency_penalty"),
+    (ChatCompletionBody, {**CHAT, "stop": list("abcde")}, 400, "invalid_value", "stop"),
+    (ChatCompletionBody, {**CHAT, "stop": ""}, 400, "invalid_value", "stop"),
+    (GenerateBody, {**GENERATE, "stop": ["x"] * 17}, 400, "invalid_value", "stop"),
+    (GenerateBody, {**GENERATE, "min_p": 1.1}, 400, "invalid_value", "min_p"),
+    (GenerateBody, {**GENERATE, "presence_penalty": -2.1}, 400, "invalid_value", "presence_penalty"),
+    (GenerateBody, {**GENERATE, "repetition_penalty": 0}, 400, "invalid_value", "repetition_penalty"),
+    (GenerateBody, {**GENERATE, "max_tokens": 4, "min_tokens": 5}, 400, "invalid_value", "min_tokens"),
+    (GenerateBody, {**GENERATE, "logit_bias": {"300": 1}}, 400, "invalid_value", "logit_bias"),
+    (GenerateBody, {**GENERATE, "logit_bias": {"01": 1}}, 400, "invalid_value", "logit_bias"),
+    (ChatCompletionBody, {**CHAT, "logit_bias": {"3": 101}}, 400, "invalid_value", "logit_bias[...]"),
+    (GenerateBody, {**GENERATE, "regex": "a("}, 400, "invalid_value", "regex"),
+    (GenerateBody, {**GENERATE, "regex": "a" * 70_000}, 400, "invalid_value", "regex"),
+    (
+        GenerateBody,
+        {**GENERATE, "regex": "a", "response_format": {"type": "json_object"}},
+        400,
+        "invalid_value",
+        "regex",
+    ),
     (
         ChatCompletionBody,
-        {**CHAT, "response_format": {"type": "json_object"}},
+        {**CHAT, "response_format": {"type": "json_schema"}},
+        400,
+        "invalid_value",
+        "response_format.json_schema",
+    ),
+    (
+        ChatCompletionBody,
+        {**CHAT, "response_format": json_schema({"type": "objectx"})},
+        400,
+        "invalid_value",
+        "response_format.json_schema.schema",
+    ),
+    (ChatCompletionBody, {**CHAT, "tools": [{}]}, 400, "unsupported_field", "tools"),
+    (ChatCompletionBody, {**CHAT, "logprobs": True}, 400, "unsupported_field", "logprobs"),
+    (ChatCompletionBody, {**CHAT, "frequency_penalty": 3}, 400, "invalid_value", "frequency_penalty"),
+    (
+        ChatCompletionBody,
+        {**CHAT, "response_format": {"type": "xml"}},
         400,
         "invalid_value",
         "response_format.type",
@@ -152,6 +190,49 @@ def test_values_that_ask_for_nothing_are_accepted() -> None:
     assert (prepared.stream, prepared.include_usage) == (False, True)
 
 
+def test_all_that_steers_sampling_reaches_the_engine() -> None:
+    body = GENERATE | {
+        "max_tokens": 9,
+        "stop": "END",
+        "min_tokens": 2,
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"65": -100, "66": 3.5},
+        "regex": "[0-9]+",
+        "seed": 4,
+    }
+    sampling = prepare(convert_body(body, GenerateBody), MODELS).sampling
+    assert sampling == SamplingParams(
+        max_tokens=9,
+        seed=4,
+        stop=["END"],
+        min_tokens=2,
+        min_p=0.1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.2,
+        logit_bias=[LogitBias(65, -100.0), LogitBias(66, 3.5)],
+        grammar=Grammar("regex", "[0-9]+"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "schema"),
+    [
+        ({"type": "json_object"}, {"type": "object"}),
+        (json_schema({"type": "integer"}), {"type": "integer"}),
+        ({"type": "json_schema", "json_schema": {"name": "any"}}, {}),
+    ],
+)
+def test_a_response_format_becomes_a_grammar(wanted: dict[str, Any], schema: dict[str, Any]) -> None:
+    for kind, good in ((ChatCompletionBody, CHAT), (GenerateBody, GENERATE)):
+        grammar = prepare(convert_body(good | {"response_format": wanted}, kind), MODELS).sampling.grammar
+        assert grammar is not None
+        assert (grammar.kind, json.loads(grammar.source)) == ("json_schema", schema)
+
+
 def test_a_model_without_a_template_takes_prompts_only() -> None:
     model = MODELS["simulated"]
     bare = {"simulated": type(model)(model.spec, model.tokenizer, None)}
@@ -190,18 +271,25 @@ def test_the_token_that_stopped_the_output_is_not_shown() -> None:
     assert output_text(MODELS["simulated"].tokenizer, [*b"hi!"], "stop") == "hi"
 
 
+def test_text_ends_before_the_stop_string_that_stopped_it() -> None:
+    tokenizer = MODELS["simulated"].tokenizer
+    assert output_text(tokenizer, [*"añ STOP".encode()], "stop", 3) == "añ "
+    assert output_text(tokenizer, [*b"STOP"], "stop", 0) == ""
+
+
 def test_answers_have_the_shapes_of_their_apis() -> None:
-    finished = Finished(bytes(16), "m", 1_700_000_000, "hi", "stop", 3, 0, 2)
+    finished = Finished(bytes(16), "m", 1_700_000_000, "hi", "stop", 3, 1, 2)
     assert answer(GENERATE_URL, finished) == {
         "id": "0" * 32,
         "model": "m",
         "text": "hi",
-        "usage": {"input_tokens": 3, "output_tokens": 2},
+        "usage": {"input_tokens": 3, "cached_tokens": 1, "output_tokens": 2},
         "stop_reason": "stop",
     }
     chat = answer(CHAT_COMPLETIONS_URL, finished)
     assert chat["choices"][0]["message"]["content"] == "hi"
     assert chat["usage"]["total_tokens"] == 5
+    assert chat["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
 def test_retry_after_is_whole_seconds_and_never_zero() -> None:

@@ -46,12 +46,63 @@ async def test_the_bytes_of_a_stream() -> None:
         == (
             'id: 0\ndata: {"type":"token","text":"a"}\n\n'
             'id: 3\ndata: {"type":"token","text":"éb"}\n\n'
-            'data: {"type":"done","usage":{"input_tokens":3,"output_tokens":5},"stop_reason":"stop"}\n\n'
+            'data: {"type":"done","usage":{"input_tokens":3,"cached_tokens":0,"output_tokens":5},'
+            '"stop_reason":"stop"}\n\n'
         ).encode()
     )
     assert [message.get("more_body", False) for message in call.sent[1:]] == [True, True, False]
     assert stand.outbox.actions == []
     assert stand.serving.owner.open == {}
+
+
+async def test_a_stop_string_and_what_follows_it_are_never_shown() -> None:
+    stand = Stand()
+    call = stand.call(body={**STREAM, "stop": ["STOP"]})
+    request = await stand.request()
+    assert request.sampling.stop == ["STOP"]
+    stand.dispatched(request)
+    stand.tokens(request, 0, "aé".encode())
+    await call.until_body("aé".encode())
+    shown = call.content
+    stand.tokens(request, 3, b"b STOPc", "stop")  # told at once: what was held back, and what ended it
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert call.content == shown
+    stand.complete(request, 10, "stop", text_length=4)
+    await call.finish()
+    usage = '"usage":{"input_tokens":3,"cached_tokens":0,"output_tokens":10}'
+    assert (
+        call.content
+        == (
+            'id: 2\ndata: {"type":"token","text":"aé"}\n\n'
+            'id: 9\ndata: {"type":"token","text":"b "}\n\n'
+            'data: {"type":"done",' + usage + ',"stop_reason":"stop"}\n\n'
+        ).encode()
+    )
+
+
+async def test_an_end_token_of_a_request_with_stop_strings_is_not_shown() -> None:
+    stand = Stand()
+    call = stand.call(body={**STREAM, "stop": "STOP"})
+    request = await stand.request()
+    stand.dispatched(request)
+    stand.tokens(request, 0, [*b"hi ST", 257], "stop")
+    stand.complete(request, 6, "stop")
+    await call.finish()
+    assert call.content.startswith(b'id: 5\ndata: {"type":"token","text":"hi ST"}\n\ndata: {"type":"done"')
+
+
+async def test_a_whole_answer_is_cut_before_the_stop_string() -> None:
+    stand = Stand()
+    call = stand.call(path="/v1/chat/completions", body={**CHAT, "stream": False, "stop": "STOP"})
+    request = await stand.request()
+    stand.dispatched(request)
+    stand.tokens(request, 0, b"hey STOP", "stop")
+    stand.complete(request, 8, "stop", text_length=4)
+    answer = (await call.finish()).json()
+    assert answer["choices"][0]["message"]["content"] == "hey "
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == 8
 
 
 async def test_the_bytes_of_a_chat_stream() -> None:

@@ -147,6 +147,18 @@ def test_a_request_and_its_answer() -> None:
     assert world.shard.resume_offset == len(world.log)
 
 
+def test_an_answer_ends_before_the_stop_string_that_ended_it() -> None:
+    world = World()
+    world.accept(make_item())
+    request = world.last
+    cut = completion(request, 6, "stop")
+    cut.text_length, cut.cached_tokens = 2, 3
+    world.say(dispatched(request), tokens(request, 0, "abSTOP"), cut)
+    (answer,) = world.answers()
+    assert answer["text"] == "ab"
+    assert answer["usage"] == {"input_tokens": 3, "cached_tokens": 3, "output_tokens": 6}
+
+
 def test_the_same_request_twice_runs_once_and_is_answered_twice() -> None:
     world = World()
     world.accept(make_item(offset=0))

@@ -144,7 +144,7 @@ def test_answers_have_the_shape_of_what_was_asked() -> None:
         "id": rid.hex(),
         "model": "simulated",
         "text": "hello",
-        "usage": {"input_tokens": 3, "output_tokens": 5},
+        "usage": {"input_tokens": 3, "cached_tokens": 0, "output_tokens": 5},
         "stop_reason": "stop",
         "error": None,
     }

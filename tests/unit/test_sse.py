@@ -18,7 +18,8 @@ def test_generate() -> None:
         'id: 7\ndata: {"type":"token","text":"a\\"\\n\\\\\u2028é🙂"}\n\n'.encode()
     )
     assert frames.done(COMPLETION) == (
-        b'data: {"type":"done","usage":{"input_tokens":12,"output_tokens":34},"stop_reason":"stop"}\n\n'
+        b'data: {"type":"done","usage":{"input_tokens":12,"cached_tokens":4,"output_tokens":34},'
+        b'"stop_reason":"stop"}\n\n'
     )
     assert frames.error(ERROR) == (
         b'data: {"type":"error","error":{"message":"gone","type":"server_error","param":null,'

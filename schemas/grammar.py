@@ -1,0 +1,22 @@
+"""Whether a grammar can be served, asked where it comes in: a bad one is the client's to mend."""
+
+from typing import cast
+
+from schemas.sampling import Grammar
+
+MAX_SOURCE_CHARS = 65_536
+
+
+def grammar_error(grammar: Grammar) -> str:
+    """What is wrong with it; empty if a worker can follow it. Up to 50 ms for a very large schema."""
+    if len(grammar.source) > MAX_SOURCE_CHARS:
+        return f"has {len(grammar.source)} characters, at most {MAX_SOURCE_CHARS} are taken"
+    # 90 ms once, for those who are asked for structured output at all.
+    from llguidance import GrammarFormat, LLMatcher, grammar_from
+
+    try:
+        source = grammar_from(cast(GrammarFormat, grammar.kind), grammar.source)
+        error = LLMatcher.validate_grammar(source)
+    except ValueError as e:
+        error = str(e)
+    return " ".join(str(error).split())
