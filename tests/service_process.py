@@ -32,6 +32,7 @@ class ServiceProcess:
         settings: Mapping[str, str],
     ) -> None:
         self.slot = slot
+        self.bootstrap = bootstrap
         self.port = claim_port(0, name, random.Random())
         self.log_file = log_dir / f"{name}-{slot}-{self.port}.log"
         env = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}

@@ -114,7 +114,14 @@ def _is_about(value: Any, kind: type[Any], request: InferenceRequest) -> bool:
 
 
 def fleet_client(bootstrap: str) -> AbstractAsyncContextManager[FleetClient]:
-    read = (topics.TOKENS, topics.USAGE, topics.EVENTS, topics.HEARTBEATS, topics.dlq(topics.PREFILL))
+    read = (
+        topics.TOKENS,
+        topics.USAGE,
+        topics.EVENTS,
+        topics.HEARTBEATS,
+        topics.DECISIONS,
+        topics.dlq(topics.PREFILL),
+    )
     return FleetClient.open(bootstrap, LAYOUT, read)
 
 
