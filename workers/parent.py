@@ -36,7 +36,7 @@ _REASONS: dict[int, str] = {
 # OpenMP threads that spin at each barrier keep the broker, the gateway and each other off the cores. Gemma 3
 # 270M in bf16 on 2 cores of a Xeon, one stream: 2.5 tok/s spinning and 7 sleeping beside other work, 13.0
 # and 13.9 in an otherwise idle stack; alone in the process a step takes 47 ms spinning and 57 sleeping.
-_CHILD_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
+CHILD_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 async def supervise(config: WorkerConfig, arguments: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ async def supervise(config: WorkerConfig, arguments: Sequence[str]) -> int:
         str(write_fd),
         str(os.getpid()),
         pass_fds=(write_fd,),
-        env=_CHILD_ENV | os.environ,
+        env=CHILD_ENV | os.environ,
     )
     os.close(write_fd)
     epoch = asyncio.create_task(_read_epoch(read_fd))

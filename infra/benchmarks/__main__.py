@@ -8,16 +8,24 @@ from typing import Any
 
 import uvloop
 
-from infra.benchmarks import http, overhead
+from infra.benchmarks import engine, http, overhead
 
-_BENCHMARKS: dict[str, Any] = {"overhead": overhead, "http": http}
+_BENCHMARKS: dict[str, Any] = {"overhead": overhead, "http": http, "engine": engine}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="infra/bench", description=__doc__)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, module in _BENCHMARKS.items():
-        module.add_options(names.add_parser(name, help=module.__doc__, description=module.__doc__))
+        summary = module.__doc__.partition("\n")[0]
+        module.add_options(
+            names.add_parser(
+                name,
+                help=summary,
+                description=module.__doc__,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+        )
     options = parser.parse_args()
     report: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True)  # noqa: E731
     figures = uvloop.run(_BENCHMARKS[options.name].run(options, report))

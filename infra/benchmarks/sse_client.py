@@ -11,11 +11,31 @@ from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import urlsplit
 
-_TOKEN = b'"type":"token"'
 _END = b"0\r\n\r\n"
-_USAGE = re.compile(rb'"output_tokens":(\d+)')
-_LAST_BYTES = 256
 TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a server is asked, and what its stream looks like.
+
+    `token` is in each token event once and nowhere else. The two counts are found in the last `last_bytes`.
+    """
+
+    path: str
+    token: bytes
+    input_tokens: re.Pattern[bytes]
+    output_tokens: re.Pattern[bytes]
+    last_bytes: int
+
+
+NATIVE = Dialect(
+    path="/v1/generate",
+    token=b'"type":"token"',
+    input_tokens=re.compile(rb'"input_tokens":(\d+)'),
+    output_tokens=re.compile(rb'"output_tokens":(\d+)'),
+    last_bytes=512,
+)
 
 
 class StreamFailedError(RuntimeError):
@@ -26,13 +46,15 @@ class StreamFailedError(RuntimeError):
 class StreamTimes:
     """Seconds of `time.perf_counter`; `token_at` has an entry for each token event.
 
-    `output_tokens` is what the done event says: an event that had to wait holds the text of several tokens.
+    `input_tokens` and `output_tokens` are what the last event says: an event that had to wait holds the text
+    of several tokens.
     """
 
     request_id: str = ""
     sent_at: float = 0.0
     sent_at_epoch_ms: float = 0.0
     token_at: list[float] = field(default_factory=list)
+    input_tokens: int = 0
     output_tokens: int = 0
 
     @property
@@ -45,8 +67,10 @@ class StreamTimes:
 
 
 class _Stream(asyncio.Protocol):
-    def __init__(self, request: bytes, done: asyncio.Future[None]) -> None:
+    def __init__(self, dialect: Dialect, request: bytes, done: asyncio.Future[None]) -> None:
         self.times = StreamTimes()
+        self._dialect = dialect
+        self._answered = False
         self._request = request
         self._done = done
         self._head = b""
@@ -63,7 +87,7 @@ class _Stream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        if not self.times.request_id:
+        if not self._answered:
             self._head += data
             if b"\r\n\r\n" not in self._head:
                 return None
@@ -71,18 +95,20 @@ class _Stream(asyncio.Protocol):
             if not head.startswith(b"HTTP/1.1 200"):
                 return self._fail(self._head.decode(errors="replace"))
             headers = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:])
-            self.times.request_id = headers[b"x-request-id"].decode()
+            self.times.request_id = headers.get(b"x-request-id", b"").decode()
+            self._answered = True
         # An event may be cut by the network: look again at the end of what came before.
+        dialect = self._dialect
         seen = self._tail + data
-        count = seen.count(_TOKEN)
+        count = seen.count(dialect.token)
         self.times.token_at += [now] * count
-        self._tail = seen[-len(_TOKEN) + 1 :]
-        self._last = (self._last + data)[-_LAST_BYTES:]
+        self._tail = seen[-len(dialect.token) + 1 :]
+        self._last = (self._last + data)[-dialect.last_bytes :]
         if self._last.endswith(_END) and not self._done.done():
-            usage = _USAGE.search(self._last)
-            if usage is None:
-                return self._fail(f"the stream ended without usage: {self._last!r}")
-            self.times.output_tokens = int(usage[1])
+            inputs, outputs = (p.search(self._last) for p in (dialect.input_tokens, dialect.output_tokens))
+            if inputs is None or outputs is None:
+                return self._fail(f"the stream ended without its counts: {self._last!r}")
+            self.times.input_tokens, self.times.output_tokens = int(inputs[1]), int(outputs[1])
             self._done.set_result(None)
             if self._transport is not None:
                 self._transport.close()
@@ -96,18 +122,18 @@ class _Stream(asyncio.Protocol):
             self._done.set_exception(StreamFailedError(message))
 
 
-async def stream(url: str, api_key: str, body: dict[str, object]) -> StreamTimes:
-    """POST /v1/generate with `body`, read to the end. Raises StreamFailedError, OSError, TimeoutError."""
+async def stream(url: str, api_key: str, body: dict[str, object], dialect: Dialect = NATIVE) -> StreamTimes:
+    """POSTs `body` and reads the stream to its end. Raises StreamFailedError, OSError, TimeoutError."""
     at = urlsplit(url)
     content = json.dumps({**body, "stream": True}).encode()
     request = (
-        f"POST /v1/generate HTTP/1.1\r\nHost: {at.netloc}\r\nAuthorization: Bearer {api_key}\r\n"
+        f"POST {dialect.path} HTTP/1.1\r\nHost: {at.netloc}\r\nAuthorization: Bearer {api_key}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     ).encode() + content
     loop = asyncio.get_running_loop()
     done = loop.create_future()
     host, port = at.hostname or "127.0.0.1", at.port or 80
-    transport, protocol = await loop.create_connection(lambda: _Stream(request, done), host, port)
+    transport, protocol = await loop.create_connection(lambda: _Stream(dialect, request, done), host, port)
     try:
         async with asyncio.timeout(TIMEOUT_S):
             await done
