@@ -5,10 +5,13 @@ from dataclasses import dataclass
 
 from schemas.catalog import SIMULATED_MODEL, Catalog, CatalogError
 from schemas.config import CommonConfig, from_env, setting
+from workers.block_hash import PrefixSharing
 from workers.roofline import DEVICES, MODELS, DType, Roofline
 from workers.scheduler_config import SchedulerConfig
 
 RUNNERS = ("torch", "simulated")
+NO_PREFIX_CACHING = "off"
+PREFIX_CACHING = (*PrefixSharing, NO_PREFIX_CACHING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,8 @@ class WorkerConfig(CommonConfig):
     threads: int | None = setting(None, doc="Threads of torch; empty: as many as there are cores.")
     kv_memory_mib: int | None = setting(
         None,
-        doc="Memory of the KV pool in MiB, a hard ceiling; empty: 512, or what simulated GPUs have left.",
+        doc="Memory of the KV pool in MiB, a hard ceiling; empty: a quarter of what the start finds free, at "
+        "most 512, or what simulated GPUs have left.",
     )
     max_model_len: int | None = setting(None, doc="Tokens of one sequence; empty: the model's context.")
     max_num_seqs: int = setting(64, doc="Sequences in the running batch.")
@@ -77,6 +81,12 @@ class WorkerConfig(CommonConfig):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 found.append(f"HEADRACE_{name.upper()} must be positive, got {value}")
+        if self.swap_memory_mib < 0:
+            found.append(f"HEADRACE_SWAP_MEMORY_MIB must not be negative, got {self.swap_memory_mib}")
+        if self.prefix_caching not in PREFIX_CACHING:
+            found.append(
+                f"HEADRACE_PREFIX_CACHING must be {' or '.join(PREFIX_CACHING)}, got {self.prefix_caching!r}"
+            )
         if self.canary_s < 0:
             found.append(f"HEADRACE_CANARY_S must not be negative, got {self.canary_s}")
         if not 0 < self.stall_s <= self.stall_exit_s:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 MIB = 1 << 20
-# Of the memory that is left: the rest is for the other processes of the host.
-KV_SHARE = 0.5
+# Of the memory that is left, and at most so much: the host has other processes, and the pool's pages are
+# written at the start, which takes a second for 2 GiB.
+KV_SHARE = 0.25
+MOST_UNASKED_BYTES = 512 * MIB
 # For what grows after the start: records on their way, the lists of waiting requests, the allocator.
 MARGIN_BYTES = 256 * MIB
 
@@ -29,17 +31,14 @@ class PoolSizes:
 
 
 def plan_pools(
-    profile: MemoryProfile | None,
+    profile: MemoryProfile,
     *,
     kv_memory_mib: int | None,
     swap_memory_mib: int,
     bytes_per_block: int,
-    most_useful_blocks: int,
 ) -> PoolSizes:
-    """The sizes that the settings ask for, or for `kv_memory_mib` None, that the memory allows.
-
-    That is KV_SHARE of what the profile leaves, and no more than `most_useful_blocks`. `profile` None:
-    nothing is really allocated, so all fits.
+    """The sizes that the settings ask for; for `kv_memory_mib` None KV_SHARE of what the profile leaves, and
+    no more than MOST_UNASKED_BYTES.
 
     Raises ValueError that says which setting to lower, and to what.
     """
@@ -52,13 +51,10 @@ def plan_pools(
             raise ValueError(
                 f"HEADRACE_KV_MEMORY_MIB is {kv_memory_mib}: raise it, a block takes {bytes_per_block} bytes"
             )
-    elif profile is None:
-        raise ValueError("HEADRACE_KV_MEMORY_MIB is empty, but there is no memory to measure: set it")
     else:
-        room = int(KV_SHARE * (profile.room_bytes - num_host_blocks * bytes_per_block))
-        num_blocks = min(most_useful_blocks, max(1, room // bytes_per_block))
-    if profile is not None:
-        _check_fit(profile, num_blocks, num_host_blocks, bytes_per_block)
+        left = profile.room_bytes - num_host_blocks * bytes_per_block
+        num_blocks = max(1, int(min(KV_SHARE * left, MOST_UNASKED_BYTES)) // bytes_per_block)
+    _check_fit(profile, num_blocks, num_host_blocks, bytes_per_block)
     return PoolSizes(num_blocks, num_host_blocks)
 
 

@@ -1,16 +1,23 @@
 """Makes the engine that the configuration asks for. The only place that knows all kinds of runners."""
 
+import logging
 from dataclasses import dataclass
 
 from schemas.catalog import CANARY_MAX_TOKENS, Catalog, CatalogError, ModelSpec
 from schemas.tokenization import Tokenizer
 from workers.batch import ModelRunner
+from workers.block_hash import BlockHasher, PrefixSharing
 from workers.block_pool import num_blocks_for
 from workers.canary import CANARY_REQUEST_ID, NUM_LEARNED_TOKENS, Canary
-from workers.config import WorkerConfig
+from workers.config import NO_PREFIX_CACHING, WorkerConfig
 from workers.engine import Engine
 from workers.kv_cache_manager import make_kv_cache_manager
+from workers.memory_profile import ProfiledRunner, profile_memory
+from workers.pool_sizes import MIB, PoolSizes, plan_pools
+from workers.scheduler_config import SchedulerConfig
 from workers.simulated_runner import SimulatedRunner
+
+log = logging.getLogger(__name__)
 
 # Of a real vocabulary, the first ids are control and byte tokens.
 _FIRST_TEXT_TOKEN = 1000
@@ -44,6 +51,7 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
     runner: ModelRunner
     if config.runner == "simulated":
         runner, vocab_size = _simulated_runner(config, catalog, spec)
+        pools = _simulated_pools(config, runner)
     else:
         if not spec.weights:
             raise CatalogError(f"model {spec.id!r} has no weights: it needs HEADRACE_RUNNER=simulated")
@@ -57,11 +65,10 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
             num_threads=config.threads,
         )
         vocab_size = runner.vocab_size
-    if config.kv_memory_mib is None and isinstance(runner, SimulatedRunner):
-        num_blocks = runner.num_blocks_in_memory
-    else:
-        num_blocks = num_blocks_for((config.kv_memory_mib or 512) << 20, runner.bytes_per_block)
-    kv_cache_manager = make_kv_cache_manager(num_blocks)
+        pools = _pools_in_memory(config, scheduler_config, runner, vocab_size)
+    kv_cache_manager = make_kv_cache_manager(
+        pools.num_blocks, num_host_blocks=pools.num_host_blocks, hasher=_block_hasher(config, spec, runner)
+    )
     engine = Engine(scheduler_config, runner, kv_cache_manager, frozenset(spec.eos_token_ids))
     engine.warm_up(token_id=spec.bos_token_id)
     return LoadedEngine(
@@ -71,6 +78,46 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
         vocab_size,
         _canary(catalog, spec, runner) if config.canary_s else None,
     )
+
+
+def _pools_in_memory(
+    config: WorkerConfig, scheduler_config: SchedulerConfig, runner: ProfiledRunner, vocab_size: int
+) -> PoolSizes:
+    profile = profile_memory(runner, scheduler_config, vocab_size)
+    pools = plan_pools(
+        profile,
+        kv_memory_mib=config.kv_memory_mib,
+        swap_memory_mib=config.swap_memory_mib,
+        bytes_per_block=runner.bytes_per_block,
+    )
+    log.info(
+        "memory",
+        extra={
+            "available_mib": profile.available_bytes // MIB,
+            "step_peak_mib": profile.peak_bytes // MIB,
+            "kv_mib": pools.num_blocks * runner.bytes_per_block // MIB,
+            "swap_mib": pools.num_host_blocks * runner.bytes_per_block // MIB,
+        },
+    )
+    return pools
+
+
+def _simulated_pools(config: WorkerConfig, runner: SimulatedRunner) -> PoolSizes:
+    bytes_per_block = runner.bytes_per_block
+    num_blocks = (
+        runner.num_blocks_in_memory
+        if config.kv_memory_mib is None
+        else num_blocks_for(config.kv_memory_mib * MIB, bytes_per_block)
+    )
+    return PoolSizes(num_blocks, config.swap_memory_mib * MIB // bytes_per_block)
+
+
+def _block_hasher(config: WorkerConfig, spec: ModelSpec, runner: ModelRunner) -> BlockHasher | None:
+    if config.prefix_caching == NO_PREFIX_CACHING:
+        return None
+    kernels = "deterministic" if config.deterministic else "fast"
+    layout = f"{config.runner} {kernels} {runner.bytes_per_block}"
+    return BlockHasher(spec.id, layout, PrefixSharing(config.prefix_caching))
 
 
 def _canary(catalog: Catalog, spec: ModelSpec, runner: ModelRunner) -> Canary:

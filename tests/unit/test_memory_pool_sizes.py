@@ -4,27 +4,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.pool_sizes import KV_SHARE, MARGIN_BYTES, MIB, MemoryProfile, PoolSizes, plan_pools
+from workers.pool_sizes import (
+    KV_SHARE,
+    MARGIN_BYTES,
+    MIB,
+    MOST_UNASKED_BYTES,
+    MemoryProfile,
+    PoolSizes,
+    plan_pools,
+)
 
 MARGIN_MIB = MARGIN_BYTES // MIB
 
 
 def plan(
-    available_mib: int | None = None,
+    available_mib: int,
     *,
     kv: int | None = 100,
     swap: int = 50,
     peak_mib: int = 30,
     bytes_per_block: int = MIB,
-    most_useful_blocks: int = 10**9,
 ) -> PoolSizes:
-    profile = None if available_mib is None else MemoryProfile(available_mib * MIB, peak_mib * MIB)
     return plan_pools(
-        profile,
+        MemoryProfile(available_mib * MIB, peak_mib * MIB),
         kv_memory_mib=kv,
         swap_memory_mib=swap,
         bytes_per_block=bytes_per_block,
-        most_useful_blocks=most_useful_blocks,
     )
 
 
@@ -34,30 +39,21 @@ def test_gives_what_was_asked_for_when_it_fits_to_the_last_byte() -> None:
         plan(179 + MARGIN_MIB)
 
 
-def test_where_nothing_is_allocated_all_fits() -> None:
-    assert plan(None, kv=10**6) == PoolSizes(10**6, 50)
-
-
 def test_no_swap_is_no_host_block() -> None:
-    assert plan(None, swap=0) == PoolSizes(100, 0)
+    assert plan(1000, swap=0) == PoolSizes(100, 0)
 
 
 def test_empty_takes_a_share_of_what_is_left() -> None:
     assert plan(1080 + MARGIN_MIB, kv=None) == PoolSizes(int(1000 * KV_SHARE), 50)
 
 
-def test_empty_takes_no_more_than_can_be_used() -> None:
-    assert plan(1080 + MARGIN_MIB, kv=None, most_useful_blocks=7).num_blocks == 7
-
-
-def test_empty_needs_something_to_measure() -> None:
-    with pytest.raises(ValueError, match="HEADRACE_KV_MEMORY_MIB is empty"):
-        plan(None, kv=None)
+def test_empty_takes_no_more_than_a_cautious_amount() -> None:
+    assert plan(100_000, kv=None).num_blocks * MIB == MOST_UNASKED_BYTES
 
 
 def test_a_pool_below_one_block_is_refused() -> None:
     with pytest.raises(ValueError, match="HEADRACE_KV_MEMORY_MIB is 1: raise it, a block takes 2097152"):
-        plan(None, kv=1, bytes_per_block=2 * MIB)
+        plan(1000, kv=1, bytes_per_block=2 * MIB)
 
 
 @pytest.mark.parametrize(
