@@ -6,8 +6,9 @@ from workers.request import Request
 from workers.scheduler_config import SchedulerConfig
 from workers.step_time import StepTimeModel
 
-# While a stream runs, the first interactive prompt gets at least so many tokens a step: it always gets on.
-_MIN_INTERACTIVE_CHUNK = 64
+# While a stream runs, the first interactive prompt gets at least so many tokens a step, and as many as take
+# half as long as the rest of the step: where the target is out of reach, they still get a third of the time.
+_MIN_INTERACTIVE_CHUNK = 32
 # A prompt of a lower class is not begun, or gone on with, for fewer: a step costs more than they do.
 _MIN_CHUNK = 16
 
@@ -54,13 +55,14 @@ class StepPlan:
         """How many of these decodes, from the first on, keep the step within its time."""
         if not self.is_timed:
             return len(requests)
-        time, target = self._time, self._target_s
-        seconds = self.predicted_s()
+        time = self._time
+        limit = time.line_for(self._target_s, self._num_further > 0)
+        seconds = time.line(*self._load())
         room = time.max_num_seqs - len(self.decodes) - len(self.chunks)
         num = 0
         for request in requests[: max(0, room)]:
             seconds += time.per_seq + time.per_context * (request.num_computed_tokens + 1)
-            if seconds > target:
+            if seconds > limit:
                 break
             num += 1
         return num
@@ -73,7 +75,7 @@ class StepPlan:
         if self._target_s > 0 and (self.has_interactive_decode if interactive else self.is_timed):
             in_time = self._num_tokens_in_time(num_computed_tokens)
             if interactive:
-                floor = 0 if self.has_interactive_chunk else _MIN_INTERACTIVE_CHUNK
+                floor = 0 if self.has_interactive_chunk else self._interactive_floor()
                 num_tokens = min(num_tokens, max(in_time, floor))
             elif in_time < min(remaining, _MIN_CHUNK):
                 return 0
@@ -102,9 +104,7 @@ class StepPlan:
                     return
 
     def predicted_s(self) -> float:
-        num_seqs = len(self.decodes) + len(self.chunks)
-        further = self._num_chunk_tokens - len(self.chunks)
-        return self._time.predict(num_seqs, further, self._num_context_tokens)
+        return self._time.predict(*self._load())
 
     def finish(self) -> SchedulerOutput:
         output = self.output
@@ -116,11 +116,24 @@ class StepPlan:
 
     def _num_tokens_in_time(self, num_computed_tokens: int) -> int:
         time = self._time
-        further = self._num_chunk_tokens - len(self.chunks)
-        known = time.max_num_tokens - further
+        known = time.max_num_tokens - self._num_further
         first = time.per_seq + time.per_context * (num_computed_tokens + 1)
-        left_s = self._target_s - self.predicted_s() - first
+        left_s = time.line_for(self._target_s, True) - time.line(*self._load()) - first
         if left_s < 0 or known < 0:
             return 0
         per_token = time.per_token + time.per_context
         return 1 + (known if left_s >= known * per_token else int(left_s / per_token))
+
+    def _interactive_floor(self) -> int:
+        time = self._time
+        per_token = time.per_token + time.per_context
+        fair = int(time.line(*self._load()) / (2 * per_token)) if per_token else 0
+        return max(_MIN_INTERACTIVE_CHUNK, min(fair, time.max_num_tokens))
+
+    @property
+    def _num_further(self) -> int:
+        """Tokens beyond the first one of each sequence."""
+        return self._num_chunk_tokens - len(self.chunks)
+
+    def _load(self) -> tuple[int, int, int]:
+        return len(self.decodes) + len(self.chunks), self._num_further, self._num_context_tokens

@@ -4,6 +4,9 @@
 _FORGET = 0.99
 # (tokens/s)². Below it a feature was not seen for thousands of steps: what is known of it is kept as it is.
 _FORGOTTEN = 1e-6
+_MISS_WEIGHT = 0.1
+# A step that takes so many times more or less than predicted says nothing about the next one.
+_ODD = 2.0
 # A step may be at most this many times as large as any that was seen lately: where nothing is known of
 # larger ones, a prediction is a guess.
 _GROWTH = 2.0
@@ -21,9 +24,23 @@ class StepTimeModel:
     Least squares of the relative error, with forgetting, coefficients not below 0, by one sweep of coordinate
     descent a step. Relative, so that short and long steps count alike, and so that a step in which the
     machine stood still for a second weighs next to nothing.
+
+    A step is not really linear (it takes the longer one of reading the weights and of computing). What the
+    line misses near the batches of late is made up for by a running mean of real by predicted time, one for
+    steps with prompt chunks and one for steps without.
     """
 
-    __slots__ = ("_a", "_b", "_seen_seqs", "_seen_tokens", "base", "per_context", "per_seq", "per_token")
+    __slots__ = (
+        "_a",
+        "_b",
+        "_miss",
+        "_seen_seqs",
+        "_seen_tokens",
+        "base",
+        "per_context",
+        "per_seq",
+        "per_token",
+    )
 
     def __init__(self) -> None:
         self.base = 0.0
@@ -33,6 +50,7 @@ class StepTimeModel:
         # Normal equations: the upper triangle of Σ x xᵀ row by row, and Σ x, where x are features / seconds.
         self._a = [0.0] * 10
         self._b = [0.0] * 4
+        self._miss = [1.0, 1.0]
         self._seen_seqs = 0.0
         self._seen_tokens = 0.0
 
@@ -48,6 +66,11 @@ class StepTimeModel:
 
     def predict(self, num_seqs: int, num_tokens: int, num_context_tokens: int) -> float:
         """Seconds of a step with so many sequences, further tokens and context tokens."""
+        line = self.line(num_seqs, num_tokens, num_context_tokens)
+        return line * self._miss[num_tokens > 0]
+
+    def line(self, num_seqs: int, num_tokens: int, num_context_tokens: int) -> float:
+        """The linear part of a prediction."""
         return (
             self.base
             + self.per_seq * num_seqs
@@ -55,10 +78,18 @@ class StepTimeModel:
             + self.per_context * num_context_tokens
         )
 
+    def line_for(self, seconds: float, has_chunks: bool) -> float:
+        """What the linear part may come to in a step of `seconds`, with prompt chunks or without."""
+        return seconds / self._miss[has_chunks]
+
     def observe(self, num_seqs: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
         """Learns from a step that took `seconds`."""
         self._seen_seqs = max(num_seqs, self._seen_seqs * _SEEN_DECAY)
         self._seen_tokens = max(num_tokens, self._seen_tokens * _SEEN_DECAY)
+        line = self.line(num_seqs, num_tokens, num_context_tokens)
+        if line / _ODD < seconds < line * _ODD:
+            has_chunks = num_tokens > 0
+            self._miss[has_chunks] += _MISS_WEIGHT * (seconds / line - self._miss[has_chunks])
         x0 = 1.0 / max(seconds, 1e-6)
         x1, x2, x3 = num_seqs * x0, num_tokens * x0, num_context_tokens * x0
         a, b, f = self._a, self._b, _FORGET
