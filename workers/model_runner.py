@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kernels.paged_attention_cpu import plan_paged_attention
 from workers.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
+from workers.kv_memory import KVMemory
 from workers.models.gemma import GemmaModel
 from workers.models.layers import Attention, BatchedAttention, KVCache, Linear, TokenwiseAttention
 from workers.sampler import sample
@@ -74,7 +75,7 @@ class TorchModelRunner:
             if deterministic:
                 _check_row_invariance(self.model.linears, TILE_ROWS)
                 _check_row_invariance([self.model.lm_head], LOGIT_TILE_ROWS)
-        self._cache: KVCache | None = None
+        self._memory: KVMemory | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -95,31 +96,36 @@ class TorchModelRunner:
 
     @property
     def swap_bytes_per_s(self) -> float:
-        """How fast blocks are copied between device and host memory, one way."""
-        return 5e9
+        """How fast blocks are copied between device and host memory, one way. Measured at the allocation."""
+        return 0.0 if self._memory is None else self._memory.swap_bytes_per_s
 
     def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Allocates the pool once; block ids are 0 … num_blocks - 1."""
-        if self._cache is not None:
+        """Allocates the pools once; block ids are 0 … num_blocks - 1 and 0 … num_host_blocks - 1."""
+        if self._memory is not None:
             raise RuntimeError("the KV cache is allocated already")
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         config = self.model.config
-        shape = (config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        # Zeroed: masked keys are multiplied by 0, and what memory holds could be NaN.
-        self._cache = KVCache(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+        self._memory = KVMemory(
+            num_blocks,
+            num_host_blocks,
+            num_layers=config.num_layers,
+            block_shape=(BLOCK_SIZE, config.num_kv_heads, config.head_dim),
+            dtype=self.dtype,
+        )
 
     def free_kv_cache(self) -> None:
         """Gives the pools' memory back; `initialize_kv_cache` may then be called again, for another size."""
-        self._cache = None
+        self._memory = None
 
     @torch.inference_mode()
     def execute(self, batch: SchedulerOutput) -> RunnerOutput:
-        """Runs the batch: one entry per scheduled sequence, the sampled id, or None where none was due.
+        """Copies the blocks that are swapped, then runs the batch: one entry per scheduled sequence, the
+        sampled id, or None where none was due.
 
         Raises ValueError naming the request whose scheduled tokens or blocks do not fit (before anything is
         computed), RuntimeError when the model's output is not finite.
         """
+        if batch.swap_out or batch.swap_in:
+            self._allocated().swap(batch.swap_out, batch.swap_in)
         if not batch.scheduled:
             return RunnerOutput([])
         logits = self.compute_logits(batch.scheduled)
@@ -139,11 +145,10 @@ class TorchModelRunner:
 
         Returns fp32 [sequences that sample, vocab_size], in the order of `scheduled`.
         """
-        if self._cache is None:
-            raise RuntimeError("initialize_kv_cache was not called")
+        cache = self._allocated().device
         step = self._prepare(scheduled)
         if self.deterministic:
-            return self._forward_tiles(step, self._cache)
+            return self._forward_tiles(step, cache)
         model = self.model
         windows = {model.config.layer_window(layer) for layer in range(model.config.num_layers)}
         plans = {
@@ -152,9 +157,14 @@ class TorchModelRunner:
             )
             for window in windows
         }
-        attention = BatchedAttention(self._cache, step.slot_mapping, plans)
+        attention = BatchedAttention(cache, step.slot_mapping, plans)
         hidden = model.forward(step.token_ids, step.positions, attention)
         return model.compute_logits(hidden[step.sampled_rows])
+
+    def _allocated(self) -> KVMemory:
+        if self._memory is None:
+            raise RuntimeError("initialize_kv_cache was not called")
+        return self._memory
 
     def _prepare(self, scheduled: Sequence[ScheduledSequence]) -> _Step:
         token_ids: list[npt.NDArray[np.int64]] = []
