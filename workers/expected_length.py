@@ -8,6 +8,8 @@ from workers.request import Request
 # were promised to others, who expects too much only waits a little.
 _WEIGHT_UP = 0.2
 _WEIGHT_DOWN = 0.05
+# Of a request that passed its expectation: it counts again when it ends.
+_WEIGHT_PASSED = 0.05
 _MAX_RATIO = 64.0
 _MAX_TENANTS = 4096
 
@@ -37,14 +39,14 @@ class ExpectedLengths:
     def on_passed(self, request: Request) -> int:
         """Takes it that the request has passed its expectation, and returns the next one: twice as much."""
         expected = min(2 * max(1, len(request.output_token_ids)), request.max_output_tokens)
-        self._note(request.tenant, expected / _said(request))
+        self._note(request.tenant, expected / _said(request), _WEIGHT_PASSED)
         return expected
 
     def on_end(self, request: Request) -> None:
         """Takes the length of a request that ended by itself."""
-        self._note(request.tenant, len(request.output_token_ids) / _said(request))
+        self._note(request.tenant, len(request.output_token_ids) / _said(request), _WEIGHT_UP)
 
-    def _note(self, tenant: str, ratio: float) -> None:
+    def _note(self, tenant: str, ratio: float, weight_up: float) -> None:
         ratio = min(max(ratio, 1 / _MAX_RATIO), _MAX_RATIO)
         ratios = self._ratios
         known = ratios.get(tenant)
@@ -54,7 +56,7 @@ class ExpectedLengths:
                 ratios.popitem(last=False)
         else:
             ratios.move_to_end(tenant)
-        ratios[tenant] = known + (_WEIGHT_UP if ratio > known else _WEIGHT_DOWN) * (ratio - known)
+        ratios[tenant] = known + (weight_up if ratio > known else _WEIGHT_DOWN) * (ratio - known)
 
 
 def _said(request: Request) -> int:
