@@ -10,6 +10,7 @@ import numpy.typing as npt
 from schemas.priority import PriorityClass
 from schemas.records import SamplingParams
 from schemas.sampling import TokenLogprobs
+from workers.token_counts import TokenCounts
 
 
 class RequestStatus(Enum):
@@ -75,7 +76,7 @@ class Request:
     it when the request was first admitted. `num_held_tokens` of the newest output tokens were not told to
     anybody yet. `num_preemptions` counts how often it lost its place in the batch. The scheduler sets
     `max_output_tokens`, where its length ends it at the latest, and `num_expected_blocks`, which it is
-    reckoned to hold at its end.
+    reckoned to hold at its end. The sampler keeps `token_counts` where penalties need them.
 
     Units: all lengths in tokens, tables in block ids, times nowhere.
     """
@@ -103,6 +104,7 @@ class Request:
     num_preemptions: int = 0
     num_expected_blocks: int = 0
     max_output_tokens: int = 0
+    token_counts: TokenCounts | None = None
     num_resumed_tokens: int = field(init=False)
     finish_reason: FinishReason | None = None
 

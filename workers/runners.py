@@ -63,6 +63,7 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
             max_model_len=scheduler_config.max_model_len,
             deterministic=config.deterministic,
             num_threads=config.threads,
+            eos_token_ids=frozenset(spec.eos_token_ids),
         )
         vocab_size = runner.vocab_size
         pools = _pools_in_memory(config, scheduler_config, runner, vocab_size)

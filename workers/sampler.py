@@ -1,128 +1,125 @@
-"""Picks the next tokens from logits: greedy, temperature, top-k, top-p.
+"""Picks the next tokens from logits, for all sequences of a step at once.
+
+In this order: logit biases and what min_tokens forbids, penalties, grammar masks, temperature, top-k, top-p,
+min-p. Log probabilities are those of the model's own distribution, before all of that.
 
 Random numbers are counter-based: a pure function of (seed, position), where position is the number of output
 tokens so far. So a resumed request draws what the lost run would have drawn, and a row never depends on
 the rows beside it. One number a row is enough: the token is found by inverting the cumulative distribution.
 """
 
-from collections.abc import Sequence
+from collections.abc import Set
+from typing import NamedTuple
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from schemas.records import SamplingParams
-
-_MASK = (1 << 64) - 1
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-# The cumulative sum over a vocabulary is taken over sums of this many weights, then inside one of them.
-_CHUNK = 512
-# Top-p looks at this many of the largest first, then at eight times as many: a full sort of 262,144 logits
-# takes 20 ms, and a nucleus is rarely larger.
-_NUCLEUS_CANDIDATES = 256
-# Below it sampling is greedy: fp32 could not divide by it.
-_LOWEST_TEMPERATURE = 1e-5
+from kernels.logit_edits import add_bias, apply_bitmask, apply_penalties
+from kernels.sampling import BROKEN, sample_rows
+from kernels.token_logprobs import top_logprobs
+from kernels.uniform import uniform
+from schemas.sampling import TokenLogprobs
+from workers.request import Request
+from workers.sampling_batch import Floats, Ints, SamplingBatch
 
 
-def _mix(value: int) -> int:
-    """The output function of SplitMix64 (Steele, Lea and Flood 2014, figure 1, with Stafford's mix 13)."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+class Sampled(NamedTuple):
+    """By row. `logprobs` is empty if no request asked for them, else None stands for those that did not."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in (0, 1): draw `position` of the SplitMix64 generator that starts at a hash of `seed`.
+class _RawLogprobs(NamedTuple):
+    """Of the rows that asked: their unedited logits, log normalizers [n], and the most likely [n, count]."""
 
-    The seed is hashed first, or neighbouring seeds would share shifted sequences. Any integers are taken,
-    modulo 2⁶⁴.
-    """
-    state = _mix((seed + _GOLDEN_GAMMA) & _MASK)
-    drawn = _mix((state + (position + 1) * _GOLDEN_GAMMA) & _MASK)
-    return ((drawn >> 11) + 0.5) * 2.0**-53
+    logits: Tensor
+    normalizers: Floats
+    top_token_ids: Ints
+    top_logprobs: Floats
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """One token id for each row.
+class Sampler:
+    """Remembers the arrays of the last batch; what belongs to a request is kept in the request."""
 
-    logits: fp32 [num_rows, vocab_size]; -inf excludes a token. positions: output tokens so far, by row.
-    Temperature 0 (or below 1e-5) is greedy: the lowest id among equals. top_k 0 or above the vocabulary is
-    off, top_p 1 is off; top-p applies to what top-k left. Values outside their range are for who takes
-    requests to refuse; here they mean the nearest sensible thing, for a step has many requests in it.
+    def __init__(self, eos_token_ids: Set[int] = frozenset()) -> None:
+        """`eos_token_ids`: what may not come before min_tokens. Compiles the kernels, or loads them."""
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._batch = SamplingBatch([], 0, self._eos_token_ids)
+        _compile()
 
-    Raises RuntimeError when a row has NaN or +inf, or nothing but -inf: the model's output is broken.
-    """
-    if not len(logits) == len(params) == len(positions):
-        raise ValueError(f"{len(logits)} rows, {len(params)} params, {len(positions)} positions")
-    if not len(logits):
-        return []
-    maxima, greedy = logits.max(dim=-1)
-    finite = torch.isfinite(maxima)
-    if not finite.all():
-        rows = (~finite).nonzero().flatten().tolist()
-        raise RuntimeError(f"logits are not finite in rows {rows}: the model's output is broken")
-    tokens: list[int] = greedy.tolist()
-    for row, (row_params, position) in enumerate(zip(params, positions, strict=True)):
-        if row_params.temperature >= _LOWEST_TEMPERATURE:
-            # One row at a time: a vectorized exp may round differently where threads split a larger
-            # tensor, and then rows would depend on their mates.
-            scaled = (logits[row] - maxima[row]).div_(row_params.temperature)
-            tokens[row] = _sample_row(scaled, row_params, uniform(row_params.seed, position))
-    return tokens
+    def sample(self, logits: Tensor, requests: list[Request]) -> Sampled:
+        """One token for each row.
 
+        logits: fp32 [num_rows, vocab_size] on the CPU, contiguous; they may be changed. -inf excludes a
+        token. requests: by row, of the same vocabulary in all calls.
 
-def _sample_row(scaled: Tensor, params: SamplingParams, threshold: float) -> int:
-    """scaled: [vocab_size] with maximum 0; threshold: in (0, 1)."""
-    if 0 < params.top_k < len(scaled):
-        values, token_ids = scaled.topk(params.top_k)
-        weights = values.exp().to(torch.float64)
-        if params.top_p < 1:
-            weights = _nucleus(weights, params.top_p * weights.sum().item())
-    elif params.top_p < 1:
-        weights, token_ids = _largest(scaled, params.top_p)
-    else:
-        return _invert_chunked(scaled.exp_(), threshold)
-    return int(token_ids[_invert(weights, threshold)])
+        Raises RuntimeError when a row has NaN or +inf, or nothing but -inf: the model's output is broken.
+        """
+        if len(logits) != len(requests):
+            raise ValueError(f"{len(logits)} rows, {len(requests)} requests")
+        if not requests:
+            return Sampled([], [])
+        batch = self._batch
+        if batch.requests != requests:
+            batch = self._batch = SamplingBatch(requests, logits.shape[1], self._eos_token_ids)
+        raw = _raw_logprobs(logits, batch) if len(batch.logprob_rows) else None
+        if batch.is_edited:
+            _edit(logits, batch)
+        tokens = sample_rows(
+            logits,
+            batch.temperature,
+            batch.top_k,
+            batch.top_p,
+            batch.min_p,
+            uniform(batch.seeds, batch.positions()),
+        )
+        broken = (tokens == BROKEN).nonzero()[0].tolist()
+        if broken:
+            raise RuntimeError(f"logits are not finite in rows {broken}: the model's output is broken")
+        return Sampled(tokens.tolist(), [] if raw is None else _told_logprobs(batch, tokens, raw))
 
 
-def _largest(scaled: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The weights of the nucleus in descending order, and their token ids."""
-    needed = top_p * scaled.exp().sum(dtype=torch.float64).item()
-    size = _NUCLEUS_CANDIDATES
-    while True:
-        size = min(size, len(scaled))
-        values, token_ids = scaled.topk(size)
-        weights = values.exp().to(torch.float64)
-        if size == len(scaled) or weights.sum().item() >= needed:
-            nucleus = _nucleus(weights, needed)
-            return nucleus, token_ids[: len(nucleus)]
-        size *= 8
+def _edit(logits: Tensor, batch: SamplingBatch) -> None:
+    if bias := batch.bias():
+        add_bias(logits, *bias)
+    if penalties := batch.penalties():
+        apply_penalties(logits, *penalties)
+    if len(batch.constrained_rows):
+        apply_bitmask(logits, batch.constrained_rows, batch.bitmask())
 
 
-def _nucleus(weights: Tensor, needed: float) -> Tensor:
-    """The fewest of the descending weights whose sum reaches `needed`; at least one."""
-    count = int(torch.searchsorted(weights.cumsum(0), needed)) + 1
-    return weights[:count]
+def _raw_logprobs(logits: Tensor, batch: SamplingBatch) -> _RawLogprobs:
+    rows = batch.logprob_rows
+    raw = logits[rows] if batch.is_edited or len(rows) < len(logits) else logits
+    return _RawLogprobs(raw, *top_logprobs(raw, np.arange(len(rows)), batch.num_top_logprobs))
 
 
-def _invert(weights: Tensor, threshold: float) -> int:
-    """The index where the cumulative distribution of fp64 weights [n] passes `threshold` in (0, 1)."""
-    cumulative = weights.cumsum(0)
-    index = torch.searchsorted(cumulative, threshold * cumulative[-1].item(), right=True)
-    return min(int(index), len(weights) - 1)
+def _told_logprobs(batch: SamplingBatch, tokens: Ints, raw: _RawLogprobs) -> list[TokenLogprobs | None]:
+    rows = batch.logprob_rows
+    chosen = raw.logits[torch.arange(len(rows)), torch.from_numpy(tokens[rows])].numpy() - raw.normalizers
+    told: list[TokenLogprobs | None] = [None] * len(tokens)
+    for row, logprob, ids, logprobs in zip(
+        rows.tolist(),
+        chosen.tolist(),
+        raw.top_token_ids.tolist(),
+        raw.top_logprobs.tolist(),
+        strict=True,
+    ):
+        count = batch.requests[row].sampling.logprobs or 0
+        told[row] = TokenLogprobs(logprob, ids[:count], logprobs[:count])
+    return told
 
 
-def _invert_chunked(weights: Tensor, threshold: float) -> int:
-    """As `_invert` for fp32 weights of a whole vocabulary, without a cumulative sum over all of it."""
-    if len(weights) % _CHUNK:
-        weights = F.pad(weights, (0, -len(weights) % _CHUNK))
-    chunks = weights.view(-1, _CHUNK)
-    cumulative = chunks.sum(dim=1).to(torch.float64).cumsum(0)
-    target = threshold * cumulative[-1].item()
-    chunk = min(int(torch.searchsorted(cumulative, target, right=True)), len(chunks) - 1)
-    before = cumulative[chunk - 1].item() if chunk else 0.0
-    inside = chunks[chunk].to(torch.float64).cumsum(0)
-    index = int(torch.searchsorted(inside, target - before, right=True))
-    if index == _CHUNK:  # the sums differ in their last bits: the last token of the chunk that has a weight
-        index = int(chunks[chunk].nonzero()[-1])
-    return chunk * _CHUNK + index
+def _compile() -> None:
+    """Calls every kernel once, so that no request waits for the compiler: seconds, at the very first start."""
+    logits = torch.zeros(2, 64)
+    rows, floats = np.zeros(1, np.int64), np.ones(1)
+    ids = np.zeros(1, np.int32)
+    add_bias(logits, rows, rows, floats)
+    apply_penalties(logits, rows, np.array([0, 1]), ids, ids, floats, floats, floats)
+    apply_bitmask(logits, rows, np.full((1, 2), -1, np.int32))
+    top_logprobs(logits, rows, 1)
+    drawn = uniform(np.zeros(2, np.uint64), np.zeros(2, np.int64))
+    sample_rows(logits, np.ones(2), np.full(2, 5), np.full(2, 0.5), np.full(2, 0.1), drawn)
