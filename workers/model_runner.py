@@ -5,7 +5,7 @@ from the request in every step, so preemption, resume and cancellation need no w
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from workers.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
 from workers.kv_memory import KVMemory
 from workers.models.gemma import GemmaModel
 from workers.models.layers import Attention, BatchedAttention, KVCache, Linear, TokenwiseAttention
-from workers.sampler import sample
+from workers.sampler import Sampler
 from workers.weights.gguf import GGUFFile
 
 BLOCK_SIZE = 16
@@ -60,8 +60,11 @@ class TorchModelRunner:
         max_model_len: int | None = None,
         deterministic: bool = False,
         num_threads: int | None = None,
+        eos_token_ids: Set[int] = frozenset(),
     ) -> None:
         """Loads the weights, which takes seconds. `num_threads` is torch's, for the whole process.
+
+        `eos_token_ids` are kept from requests that have not reached their min_tokens.
 
         Raises OSError or GGUFError (a ValueError) for a file that cannot be served, RuntimeError when the
         machine's matrix library cannot keep the promise of deterministic mode.
@@ -76,6 +79,7 @@ class TorchModelRunner:
                 _check_row_invariance(self.model.linears, TILE_ROWS)
                 _check_row_invariance([self.model.lm_head], LOGIT_TILE_ROWS)
         self._memory: KVMemory | None = None
+        self._sampler = Sampler(eos_token_ids)
 
     @property
     def max_model_len(self) -> int:
@@ -130,14 +134,15 @@ class TorchModelRunner:
             return RunnerOutput([])
         logits = self.compute_logits(batch.scheduled)
         sampling = [sequence.request for sequence in batch.scheduled if sequence.samples]
-        tokens = iter(
-            sample(
-                logits,
-                [request.sampling for request in sampling],
-                [len(request.output_token_ids) for request in sampling],
-            )
+        sampled = self._sampler.sample(logits, sampling)
+        if len(sampling) == len(batch.scheduled):
+            return RunnerOutput([*sampled.token_ids], sampled.logprobs)
+        tokens, logprobs = iter(sampled.token_ids), iter(sampled.logprobs)
+        samples = [sequence.samples for sequence in batch.scheduled]
+        return RunnerOutput(
+            [next(tokens) if each else None for each in samples],
+            [next(logprobs) if each else None for each in samples] if sampled.logprobs else [],
         )
-        return RunnerOutput([next(tokens) if sequence.samples else None for sequence in batch.scheduled])
 
     @torch.inference_mode()
     def compute_logits(self, scheduled: Sequence[ScheduledSequence]) -> Tensor:
