@@ -121,13 +121,13 @@ class PromptScheduler:
         """Whether this step computes the next block of the request, and a sequence in it goes on to compute
         at least half of what the request lacks."""
         kv = self._kv
-        if request.host_block_table:
+        num_blocks = num_computed // kv.block_size
+        half = kv.num_blocks_for(num_computed + -(-(request.num_tokens - num_computed) // 2))
+        # The block of its last token is never found: that token is to be computed.
+        if request.host_block_table or not num_blocks < half <= (request.num_tokens - 1) // kv.block_size:
             return False
-        next_hash = kv.next_block_hash(request, num_computed // kv.block_size)
-        other = plan.computing.get(next_hash) if next_hash else None
-        if other is None:
-            return False
-        half = num_computed + -(-(request.num_tokens - num_computed) // 2)
-        index = kv.num_blocks_for(half) - 1
-        block_hash = kv.next_block_hash(request, index)
-        return block_hash is not None and block_hash == kv.next_block_hash(other, index)
+        block_hash = kv.next_block_hash(request, num_blocks)
+        other = plan.computing.get(block_hash) if block_hash else None
+        return other is not None and (
+            kv.next_block_hash(other, half - 1) == kv.next_block_hash(request, half - 1)
+        )
