@@ -8,9 +8,18 @@ from workers.kv_cache_manager import KVCacheManager
 from workers.request import Request
 from workers.running_batch import RunningBatch
 
+# Share of the pool that expectations may be wrong by before somebody must give way.
+_HEADROOM = 0.02
+_OWN_BITS = 32
+_OWN_MASK = (1 << _OWN_BITS) - 1
+
 
 class KVBudget:
     """Promises blocks and takes none: a sequence gets them as its tokens come.
+
+    A request fits if the blocks that all are expected to hold never pass the pool, given that each that ends
+    gives its own back: not all are at their longest at one time. (Gong et al., "Past-Future Scheduler for LLM
+    Serving under SLA Guarantees", ASPLOS 2025.)
 
     What a class was promised is kept from equal and lower ones. Higher ones do not heed it: they take the
     blocks, and the lower class gives way. `watermark` is the share of the pool that class batch leaves free.
@@ -20,7 +29,11 @@ class KVBudget:
         self.lengths = ExpectedLengths()
         self._kv = kv_cache_manager
         self._running = running
-        self._num_kept_free = ceil(watermark * kv_cache_manager.pool.num_blocks)
+        num_blocks = kv_cache_manager.pool.num_blocks
+        self._headroom = int(_HEADROOM * num_blocks)
+        self._num_kept_free = ceil(watermark * num_blocks)
+        # Who did not fit last, and when: nothing but an end in the batch makes room.
+        self._refused: tuple[Request, int, int] | None = None
 
     def expected_blocks(self, request: Request) -> int:
         """Blocks that the request is expected to end with. Its last token is sampled and never computed."""
@@ -35,14 +48,52 @@ class KVBudget:
         Blocks of lower classes count as free. An empty engine takes anybody: `Scheduler.add_request` saw to
         it that a request alone fits.
         """
-        running, priority = self._running, request.priority
+        running = self._running
         if not len(running):
             return True
+        at = request, num_new_blocks, running.num_removed
+        if self._refused == at:
+            return False
+        free = self._kv.num_free_blocks - num_new_blocks
+        if request.priority is PriorityClass.BATCH:
+            free -= self._num_kept_free
         to_come = self.expected_blocks(request) - self._kv.num_blocks_for(request.num_tokens)
-        lacking = num_new_blocks + to_come + running.future_blocks(priority) - self._kv.num_free_blocks
-        if priority is PriorityClass.BATCH:
-            return lacking + self._num_kept_free <= 0
-        return lacking <= 0 or (running.has_below(priority) and lacking <= running.num_blocks_below(priority))
+        if to_come + running.future_blocks(request.priority) <= free:
+            return True
+        if self._stays_within(free - self._headroom, request, num_new_blocks, to_come):
+            return True
+        self._refused = at
+        return False
+
+    def _stays_within(self, free: int, request: Request, num_new_blocks: int, to_come: int) -> bool:
+        """Whether all of this and higher classes, with `request` among them, never take more than `free`
+        blocks beyond what they have now."""
+        kv, priority = self._kv, request.priority
+        # Blocks to come, and own blocks now, as one number: a list of those is sorted quickly.
+        growing = [(to_come << _OWN_BITS) + num_new_blocks]
+        for other in self._running:
+            num_held = len(other.block_table)
+            if other.priority > priority:
+                free += num_held
+                continue
+            num_own = num_held - other.num_shared_blocks
+            if other.num_computed_tokens < len(other.prompt_token_ids):
+                # The rest of a prompt comes at once.
+                rest = kv.num_blocks_for(len(other.prompt_token_ids)) - num_held
+                free -= rest
+                num_held += rest
+                num_own += rest
+            growing.append((other.num_expected_blocks - num_held << _OWN_BITS) + num_own)
+        growing.sort()
+        # All grow alike, a block in block_size steps: the one with the fewest to come ends first, and gives
+        # back what it has now. What it gets until then is not counted for it any more.
+        num_left = len(growing)
+        for request_blocks in growing:
+            if num_left * (request_blocks >> _OWN_BITS) > free:
+                return False
+            num_left -= 1
+            free += request_blocks & _OWN_MASK
+        return True
 
     def num_victims(self, request: Request, num_new_blocks: int, max_num_seqs: int) -> int | None:
         """How many sequences of lower classes must give way, from the last one on, so that `request` finds a

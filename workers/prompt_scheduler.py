@@ -102,6 +102,8 @@ class PromptScheduler:
             num_cached = kv.take_cached(request)
             if request.status is RequestStatus.WAITING:
                 request.num_cached_tokens = min(num_cached, len(request.prompt_token_ids))
+        # Nothing of its own is registered yet.
+        request.num_shared_blocks = request.num_registered_blocks
         request.transition_to(RequestStatus.RUNNING)
         self._running.add(request, self._budget.expected_blocks(request))
         plan.output.admitted.append(request)

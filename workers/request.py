@@ -103,6 +103,7 @@ class Request:
     num_held_tokens: int = 0
     num_preemptions: int = 0
     num_expected_blocks: int = 0
+    num_shared_blocks: int = 0
     max_output_tokens: int = 0
     token_counts: TokenCounts | None = None
     num_resumed_tokens: int = field(init=False)

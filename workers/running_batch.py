@@ -21,6 +21,8 @@ class RunningBatch:
     def __init__(self) -> None:
         self._requests: list[Request] = []
         self._future_blocks = [0] * len(PriorityClass)
+        self.num_removed = 0
+        """Requests that left so far."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -45,6 +47,7 @@ class RunningBatch:
         index = bisect_left(self._requests, _order(request), key=_order)
         assert self._requests[index] is request
         del self._requests[index]
+        self.num_removed += 1
         self._future_blocks[request.priority] -= request.num_expected_blocks - len(request.block_table)
 
     def on_allocated(self, request: Request, num_blocks: int) -> None:
