@@ -54,7 +54,12 @@ class StopChecker(Protocol):
 
 
 class TokenConstraint(Protocol):
-    """Where one request's output stands in its grammar."""
+    """Where one request's output stands in its grammar.
+
+    `error` is empty until the grammar cannot go on; then the request must end with it.
+    """
+
+    error: str
 
     def fill_bitmask(self, row: npt.NDArray[np.int32]) -> None:
         """Sets bit `token_id % 32` of word `token_id // 32` if the token may be next, clears others."""

@@ -187,7 +187,8 @@ class Scheduler:
             output = take(request, token_id, logprob)
             if output is not None:
                 if output.finish_reason is not None:
-                    self._budget.lengths.on_end(request)
+                    if output.finish_reason is not FinishReason.ERROR:
+                        self._budget.lengths.on_end(request)
                     self._end(request, output.finish_reason)
                 outputs.append(output)
         return outputs

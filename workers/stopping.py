@@ -38,13 +38,17 @@ class Stopping:
 
         The finish reason in what is returned says that the request must end; it still runs.
         """
+        constraint = request.constraint
+        if constraint is not None:
+            constraint.advance(token_id)
+            if constraint.error:
+                num_told = len(request.output_token_ids) - request.num_held_tokens
+                return RequestOutput(request, num_told, [], FinishReason.ERROR, constraint.error)
         output = RequestOutput(request, len(request.output_token_ids), [token_id])
         request.output_token_ids.append(token_id)
         output.finish_reason = self.finish_reason(request)
         if logprobs is not None:
             output.logprobs = [logprobs]
-        if request.constraint is not None:
-            request.constraint.advance(token_id)
         if request.stop_checker is not None:
             return self._hold_back(output)
         return output
@@ -61,7 +65,9 @@ class Stopping:
         if output.text_length is not None:
             output.finish_reason = FinishReason.STOP
         was_held = request.num_held_tokens
-        held = request.num_held_tokens = 0 if output.finish_reason else checker.num_held
+        # What an earlier attempt has told is not held back any more.
+        most = output.position + 1 - request.num_resumed_tokens
+        held = request.num_held_tokens = 0 if output.finish_reason else min(checker.num_held, most)
         start, end = output.position - was_held, output.position + 1 - held
         output.position = start
         output.token_ids = request.output_token_ids[start:end]

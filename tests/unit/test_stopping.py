@@ -30,8 +30,10 @@ class Pattern:
 
 @dataclass
 class Recorder:
-    """A constraint that allows all."""
+    """A constraint that allows all, up to a token that it cannot go on from."""
 
+    impossible: int = -1
+    error: str = ""
     taken: list[int] = field(default_factory=list)
 
     def fill_bitmask(self, row: npt.NDArray[np.int32]) -> None:
@@ -39,6 +41,8 @@ class Recorder:
 
     def advance(self, token_id: int) -> None:
         self.taken.append(token_id)
+        if token_id == self.impossible:
+            self.error = "grammar: too hard"
 
 
 def feed(scheduler: Scheduler, *token_ids: int, logprobs: bool = False) -> list[RequestOutput]:
@@ -141,6 +145,37 @@ def test_a_resumed_request_with_an_early_end_token_goes_on() -> None:
     scheduler, request = start(max_tokens=20, min_tokens=4, output_token_ids=[5, EOS])
     assert told(feed(scheduler, 7, 7, EOS)) == [(2, [7]), (3, [7]), (4, [EOS])]
     assert request.finish_reason is FinishReason.STOP
+
+
+def test_what_an_earlier_attempt_told_is_not_told_again() -> None:
+    scheduler = make_scheduler()
+    request = make_request(max_tokens=20, attempt=2, output_token_ids=[9, 3])
+    request.stop_checker = checker = Pattern([3, 4, 5])
+    for token_id in request.output_token_ids:
+        checker.push(token_id)
+    assert checker.num_held == 1
+    scheduler.add_request(request)
+    assert told(feed(scheduler, 4)) == []
+    assert request.num_held_tokens == 1
+    assert told(feed(scheduler, 8)) == [(2, [4, 8])]
+
+
+def test_a_grammar_that_cannot_be_gone_on_with_ends_its_request_alone() -> None:
+    scheduler, request = start([3, 4], max_tokens=20)
+    other = make_request(2, max_tokens=20)
+    scheduler.add_request(other)
+    request.constraint = Recorder(impossible=6)
+    feed_all = [RunnerOutput([9, 9]), RunnerOutput([3, 9]), RunnerOutput([6, 9])]
+    outputs = [o for sampled in feed_all for o in scheduler.update_from_output(scheduler.schedule(), sampled)]
+    last = next(o for o in outputs if o.finish_reason)
+    assert (last.request, last.finish_reason, last.error) == (
+        request,
+        FinishReason.ERROR,
+        "grammar: too hard",
+    )
+    # The token is void, and what was held is not told either.
+    assert (last.position, last.token_ids) == (1, [])
+    assert list(scheduler.running) == [other]
 
 
 def test_a_constraint_takes_every_token_in_order() -> None:
