@@ -16,7 +16,7 @@ from tests.engine_factories import (
     make_runner,
     request_id,
 )
-from workers.batch import RunnerOutput, SchedulerOutput
+from workers.batch import PreemptionMode, PreemptionReason, RunnerOutput, SchedulerOutput
 from workers.engine import Engine, EngineThread, StepResult
 from workers.request import FinishReason, RequestOutput
 from workers.simulated_runner import SimulatedRunner
@@ -161,3 +161,39 @@ def test_warm_up_leaves_nothing_behind() -> None:
 def test_warm_up_says_why_it_cannot_run() -> None:
     with pytest.raises(ValueError, match="the warm-up request was refused: the prompt has 32 tokens"):
         make_engine(max_model_len=20).warm_up(token_id=5)
+
+
+class CopyCountingRunner(SimulatedRunner):
+    """Notes what each step copies, and how many sequences it holds."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=1000, first_token_id=2, step_ms=1.0)
+        self.steps: list[tuple[int, int, int]] = []
+
+    def execute(self, batch: SchedulerOutput) -> RunnerOutput:
+        self.steps.append((len(batch.scheduled), len(batch.swap_out), len(batch.swap_in)))
+        return super().execute(batch)
+
+
+def test_stats_say_what_was_cached_swapped_and_preempted() -> None:
+    runner = CopyCountingRunner()
+    kv = make_kv(200, num_host_blocks=10, sharing="tenant")
+    engine = Engine(make_config(max_num_seqs=1), runner, kv, {EOS})
+    with running(engine) as (thread, outputs):
+        thread.add(make_request(1, prompt_len=40, max_tokens=2000, priority=PriorityClass.BATCH))
+        outputs.take(thread)
+        thread.add(make_request(2, prompt_len=40, max_tokens=3))
+        outputs.until_end(thread, 2)
+        wait_for(lambda: thread.stats.num_running == 1 and thread.stats.free_host_blocks == 10)
+        wait_for(lambda: thread.stats.predicted_step_ms > 0)
+        stats = thread.stats
+        assert stats.preemptions == {(PreemptionReason.HIGHER_CLASS_SEQS, PreemptionMode.SWAP): 1}
+        assert stats.num_preemptions == 1
+        assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (80, 0)
+        assert stats.num_host_blocks == 10
+        assert 0 < stats.kv_fragmentation < 1
+        thread.abort(request_id(1), 1)
+        outputs.until_end(thread, 1)
+    assert sum(out for _, out, _ in runner.steps) >= 3
+    # Full blocks were still in the cache: of the others there is one at most.
+    assert sum(back for _, _, back in runner.steps) <= 1
