@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from schemas.headers import ReplyTo
-from schemas.priority import PriorityClass
-from schemas.records import Cancellation, Dispatch, InferenceRequest
+from schemas.records import Cancellation, Dispatch
 from workers.attempt_memory import AttemptMemory
 from workers.cancellations import Cancellations
 from workers.request import FinishReason, Request
+from workers.request_factory import make_request, request_error
 
 REMEMBER_ENDED_S = 600.0
 
@@ -86,19 +86,9 @@ class LiveRequests:
             return None
         if self._ended.covers(wanted.request_id, wanted.attempt, now):
             return None
-        error = self._error(wanted)
+        error = request_error(wanted, self._model, self._vocab_size)
         live = LiveRequest(
-            request=Request(
-                request_id=wanted.request_id,
-                attempt=wanted.attempt,
-                priority=PriorityClass.BATCH if error else PriorityClass(wanted.priority),
-                prompt_token_ids=wanted.prompt_token_ids,
-                sampling=wanted.sampling,
-                reply_partition=wanted.reply_partition,
-                output_token_ids=list(wanted.output_token_ids),
-                expected_output_tokens=dispatch.expected_output_tokens,
-                tenant=wanted.tenant,
-            ),
+            request=make_request(dispatch, is_valid=not error),
             tenant=wanted.tenant,
             accepted_at=wanted.accepted_at,
             traceparent=traceparent,
@@ -122,24 +112,3 @@ class LiveRequests:
         """Forgets a request that ended, but for the fact that it did."""
         del self._live[live.request.request_id]
         self._ended.note(live.request.request_id, live.request.attempt, now)
-
-    def _error(self, wanted: InferenceRequest) -> str:
-        """What would break the engine, or make it serve something else than was asked for."""
-        sampling = wanted.sampling
-        if wanted.model != self._model:
-            return f"model: this worker serves {self._model!r}, not {wanted.model!r}"
-        if wanted.priority not in list(PriorityClass):
-            return f"priority: no class is called {wanted.priority}"
-        for name, ids in (("prompt", wanted.prompt_token_ids), ("output", wanted.output_token_ids)):
-            if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
-                return f"{name}_token_ids: ids must be 0 to {self._vocab_size - 1}"
-        if sampling.max_tokens < 1:
-            return f"max_tokens: must be at least 1, got {sampling.max_tokens}"
-        # Written so that NaN fails too.
-        if not 0.0 <= sampling.temperature < float("inf"):
-            return f"temperature: must be 0 or more, got {sampling.temperature}"
-        if not 0.0 < sampling.top_p <= 1.0:
-            return f"top_p: must be above 0 and at most 1, got {sampling.top_p}"
-        if sampling.top_k < 0:
-            return f"top_k: must be 0 (off) or more, got {sampling.top_k}"
-        return ""

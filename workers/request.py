@@ -54,12 +54,11 @@ class StopChecker(Protocol):
 
 
 class TokenConstraint(Protocol):
-    """Where one request's output stands in its grammar.
+    """Where one request's output stands in its grammar."""
 
-    `error` is empty until the grammar cannot go on; then the request must end with it.
-    """
-
-    error: str
+    @property
+    def error(self) -> str:
+        """Not empty once the grammar cannot be gone on with: the request must end, its last token is void."""
 
     def fill_bitmask(self, row: npt.NDArray[np.int32]) -> None:
         """Sets bit `token_id % 32` of word `token_id // 32` if the token may be next, clears others."""

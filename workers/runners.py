@@ -16,6 +16,7 @@ from workers.memory_profile import ProfiledRunner, profile_memory
 from workers.pool_sizes import MIB, PoolSizes, plan_pools
 from workers.scheduler_config import SchedulerConfig
 from workers.simulated_runner import SimulatedRunner
+from workers.text_rules import TextRules
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +31,14 @@ _CANARY_TEXT = "A B C D E F"
 class LoadedEngine:
     """A warm engine, and what others must know of its model. `vocab_size`: token ids are below it.
 
-    `canary` has not run yet; None if the settings want none.
+    `text_rules` are for its requests. `canary` has not run yet; None if the settings want none.
     """
 
     engine: Engine
     spec: ModelSpec
     max_model_len: int
     vocab_size: int
+    text_rules: TextRules
     canary: Canary | None
 
 
@@ -48,9 +50,11 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
     catalog = Catalog.load(config.models_dir)
     spec = catalog.get(config.model_id(catalog))
     scheduler_config = config.scheduler_config(spec.max_model_len)
+    tokenizer = Tokenizer.load(catalog, spec.id)
     runner: ModelRunner
     if config.runner == "simulated":
-        runner, vocab_size = _simulated_runner(config, catalog, spec)
+        vocab_size = len(tokenizer.token_bytes)
+        runner = _simulated_runner(config, spec, vocab_size)
         pools = _simulated_pools(config, runner)
     else:
         if not spec.weights:
@@ -77,7 +81,8 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
         spec,
         scheduler_config.max_model_len,
         vocab_size,
-        _canary(catalog, spec, runner) if config.canary_s else None,
+        TextRules(tokenizer, vocab_size, spec.eos_token_ids),
+        _canary(tokenizer, spec, runner) if config.canary_s else None,
     )
 
 
@@ -121,20 +126,19 @@ def _block_hasher(config: WorkerConfig, spec: ModelSpec, runner: ModelRunner) ->
     return BlockHasher(spec.id, layout, PrefixSharing(config.prefix_caching))
 
 
-def _canary(catalog: Catalog, spec: ModelSpec, runner: ModelRunner) -> Canary:
+def _canary(tokenizer: Tokenizer, spec: ModelSpec, runner: ModelRunner) -> Canary:
     if isinstance(runner, SimulatedRunner):
         known = [runner.token_at(CANARY_REQUEST_ID, position) for position in range(NUM_LEARNED_TOKENS)]
         return Canary([spec.bos_token_id], known)
     if spec.canary is not None:
         return Canary(spec.canary.prompt_token_ids, spec.canary.output_token_ids)
-    prompt = Tokenizer.load(catalog, spec.id).encode_prompt(_CANARY_TEXT)
+    prompt = tokenizer.encode_prompt(_CANARY_TEXT)
     return Canary(prompt[: CANARY_MAX_TOKENS - NUM_LEARNED_TOKENS])
 
 
-def _simulated_runner(config: WorkerConfig, catalog: Catalog, spec: ModelSpec) -> tuple[SimulatedRunner, int]:
-    vocab_size = len(Tokenizer.load(catalog, spec.id).token_bytes)
+def _simulated_runner(config: WorkerConfig, spec: ModelSpec, vocab_size: int) -> SimulatedRunner:
     first, end = (_FIRST_TEXT_TOKEN, vocab_size) if vocab_size > 2 * _FIRST_TEXT_TOKEN else _PRINTABLE_BYTES
-    runner = SimulatedRunner(
+    return SimulatedRunner(
         vocab_size=end,
         first_token_id=first,
         eos_token_ids=frozenset(spec.eos_token_ids),
@@ -142,4 +146,3 @@ def _simulated_runner(config: WorkerConfig, catalog: Catalog, spec: ModelSpec) -
         roofline=config.roofline(),
         speed=config.simulated_speed,
     )
-    return runner, vocab_size

@@ -113,7 +113,7 @@ def _told_logprobs(batch: SamplingBatch, tokens: Ints, raw: _RawLogprobs) -> lis
 
 
 def _compile() -> None:
-    """Calls every kernel once, so that no request waits for the compiler: seconds, at the very first start."""
+    """Calls every kernel once, so that no request waits for the compiler: seconds, at the first start."""
     logits = torch.zeros(2, 64)
     rows, floats = np.zeros(1, np.int64), np.ones(1)
     ids = np.zeros(1, np.int32)

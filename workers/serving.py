@@ -17,8 +17,10 @@ from workers.engine_watch import EngineWatch
 from workers.live_requests import End, LiveRequest, LiveRequests
 from workers.metrics import WorkerMetrics
 from workers.outbox import Outbox
+from workers.preparation import Preparation
 from workers.request import RequestOutput
 from workers.runners import LoadedEngine
+from workers.text_rules import TextRules
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class Serving:
     def __init__(
         self,
         loaded: LoadedEngine,
+        text_rules: TextRules,
         live: LiveRequests,
         thread: EngineThread,
         outbox: Outbox,
@@ -56,6 +59,11 @@ class Serving:
         self._on_dead_letter = on_dead_letter
         self._on_canary_failed = on_canary_failed
         self._silenced = False
+        self._preparation = Preparation(text_rules, thread.add, self._end_unrun)
+
+    def close(self) -> None:
+        """Drops what is not in the engine yet."""
+        self._preparation.close()
 
     @property
     def num_live(self) -> int:
@@ -79,17 +87,17 @@ class Serving:
             return
         live, end = taken
         if end is None:
-            self._thread.add(live.request)
+            self._preparation.start(live)
             return
-        # A lower attempt that runs is not wanted any more either.
-        self._thread.abort(live.request.request_id, live.request.attempt)
-        self._end(live, end, now)
+        self._preparation.forget(live.request.request_id)
+        self._end_unrun(live, end)
 
     def on_read(self, priority: PriorityClass, next_offset: int) -> None:
         self._thread.note_read(priority, next_offset)
 
     def on_cancellation(self, cancellation: Cancellation) -> None:
         if self._live.on_cancellation(cancellation, time.monotonic()):
+            self._preparation.cancel(cancellation.request_id, cancellation.attempt)
             self._thread.abort(cancellation.request_id, cancellation.attempt)
             log.info(
                 "cancelled",
@@ -199,7 +207,13 @@ class Serving:
         live.num_output_tokens += len(output.token_ids)
         live.last_sign = now
 
-    def _end(self, live: LiveRequest, end: End, now: float) -> None:
+    def _end_unrun(self, live: LiveRequest, end: End) -> None:
+        """Ends a request that never came into the engine."""
+        if self._silenced:
+            return
+        # A lower attempt that runs is not wanted any more either.
+        self._thread.abort(live.request.request_id, live.request.attempt)
+        now = time.monotonic()
         self._live.on_end(live, now)
         self._send_end(live, end, now)
 

@@ -128,6 +128,7 @@ class Worker:
         wrong: asyncio.Future[CanaryFailedError] = self._loop.create_future()
         serving = Serving(
             loaded,
+            loaded.text_rules,
             live,
             thread,
             outbox,
@@ -160,6 +161,7 @@ class Worker:
                 for task in background:
                     task.cancel()
         finally:
+            serving.close()
             await outbox.close()
             await decisions.close()
             if not thread.stop(_ENGINE_STOP_S):

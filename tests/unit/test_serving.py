@@ -8,6 +8,7 @@ from aiokafka import AIOKafkaProducer
 
 from schemas.records import Completion, Dispatch, Preemption, Tokens
 from schemas.sampling import TokenLogprobs
+from schemas.tokenization import Tokenizer
 from tests.engine_factories import make_request
 from tests.hand_producer import HandProducer, settle
 from tests.worker_harness import make_inference_request
@@ -23,6 +24,7 @@ from workers.outbox import Outbox
 from workers.request import FinishReason, Request, RequestOutput
 from workers.runners import LoadedEngine
 from workers.serving import Serving
+from workers.text_rules import TextRules
 
 KNOWN = [70, 71, 72]
 
@@ -59,6 +61,7 @@ class Stage:
         )
         self.serving = Serving(
             cast(LoadedEngine, None),  # only for the heartbeat
+            TextRules(Tokenizer.simulated(), 258, [257]),
             live,
             thread,
             Outbox(
