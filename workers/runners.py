@@ -142,6 +142,7 @@ def _simulated_runner(config: WorkerConfig, spec: ModelSpec, vocab_size: int) ->
         vocab_size=end,
         first_token_id=first,
         eos_token_ids=frozenset(spec.eos_token_ids),
+        mask_size=vocab_size,
         step_ms=config.step_ms,
         roofline=config.roofline(),
         speed=config.simulated_speed,

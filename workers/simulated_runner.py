@@ -3,7 +3,11 @@
 import time
 from collections.abc import Callable, Set
 
+import numpy as np
+
+from schemas.sampling import TokenLogprobs
 from workers.batch import RunnerOutput, SchedulerOutput
+from workers.request import Request
 from workers.roofline import Roofline, StepLoad
 
 _MASK = (1 << 64) - 1
@@ -18,7 +22,9 @@ class SimulatedRunner:
     divided by `speed`; without one, `step_ms` whatever the batch. 0 of either is as fast as it can.
 
     The token at an output position is a function of (request_id, position) alone, in
-    [first_token_id, vocab_size) and never one of `eos_token_ids`, so a sequence ends by its length.
+    [first_token_id, vocab_size) and never one of `eos_token_ids`, so a sequence ends by its length. Under a
+    grammar it is one of all that the grammar allows, end tokens among them, by the same function. Each token
+    is said to be certain: log probability 0.
 
     Steps that follow one another keep their cadence: what the engine spends between two of them comes off
     the second one's sleep, as long as it is less than half of it. A longer pause means the engine was idle.
@@ -30,13 +36,16 @@ class SimulatedRunner:
         vocab_size: int,
         first_token_id: int = 0,
         eos_token_ids: Set[int] = frozenset(),
+        mask_size: int | None = None,
         step_ms: float = 0.0,
         roofline: Roofline | None = None,
         speed: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Raises ValueError when no token is left to emit, a time or speed is negative, or both are given."""
+        """`mask_size`: tokens that a grammar's mask speaks of, the whole vocabulary; default vocab_size.
+
+        Raises ValueError when no token is left to emit, a time or speed is negative, or both are given."""
         if step_ms < 0:
             raise ValueError(f"step_ms must not be negative, got {step_ms}")
         if not 0 <= speed < float("inf"):
@@ -48,6 +57,7 @@ class SimulatedRunner:
         self._first_token_id = first_token_id
         self._num_tokens = vocab_size - first_token_id
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._mask = np.empty(-(-(mask_size or vocab_size) // 32), np.int32)
         self._step_s = step_ms / 1000
         self._roofline = roofline
         self._speed = speed
@@ -80,11 +90,12 @@ class SimulatedRunner:
             self._step_end = began + step_s
             if self._step_end > now:
                 self._sleep(self._step_end - now)
+        scheduled = batch.scheduled
+        tokens = [self._next_token(s.request) if s.samples else None for s in scheduled]
+        if all(s.request.sampling.logprobs is None for s in scheduled):
+            return RunnerOutput(tokens)
         return RunnerOutput(
-            [
-                self.token_at(s.request.request_id, len(s.request.output_token_ids)) if s.samples else None
-                for s in batch.scheduled
-            ]
+            tokens, [_certain(token, s.request) for token, s in zip(tokens, scheduled, strict=True)]
         )
 
     def step_seconds(self, batch: SchedulerOutput) -> float:
@@ -105,11 +116,31 @@ class SimulatedRunner:
         return seconds / self._speed
 
     def token_at(self, request_id: bytes, position: int) -> int:
-        """The token of a request at an output position: splitmix64 (Steele et al., 2014) of both."""
-        z = (int.from_bytes(request_id[:8], "little") + (position + 1) * 0x9E3779B97F4A7C15) & _MASK
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-        index = (z ^ (z >> 31)) % self._num_tokens
+        """The token of a request without a grammar at an output position."""
+        index = _draw(request_id, position) % self._num_tokens
         while (token_id := self._first_token_id + index) in self._eos_token_ids:
             index = (index + 1) % self._num_tokens
         return token_id
+
+    def _next_token(self, request: Request) -> int:
+        position = len(request.output_token_ids)
+        if request.constraint is None:
+            return self.token_at(request.request_id, position)
+        request.constraint.fill_bitmask(self._mask)
+        allowed = np.unpackbits(self._mask.view(np.uint8), bitorder="little").nonzero()[0]
+        return int(allowed[_draw(request.request_id, position) % len(allowed)])
+
+
+def _draw(request_id: bytes, position: int) -> int:
+    """64 bits: splitmix64 (Steele et al., 2014) of both."""
+    z = (int.from_bytes(request_id[:8], "little") + (position + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def _certain(token_id: int | None, request: Request) -> TokenLogprobs | None:
+    count = request.sampling.logprobs
+    if token_id is None or count is None:
+        return None
+    return TokenLogprobs(0.0, [token_id][:count], [0.0][:count])

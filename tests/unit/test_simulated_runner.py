@@ -1,14 +1,22 @@
+import re
 import time
+from typing import Any
 
 import pytest
 
 from schemas.config import ConfigError
-from tests.engine_factories import EOS, make_engine, make_request, request_id
+from schemas.sampling import Grammar, TokenLogprobs
+from schemas.tokenization import Tokenizer
+from tests.engine_factories import EOS, make_config, make_engine, make_request, request_id
 from workers.batch import ScheduledSequence, SchedulerOutput
 from workers.config import load_config
+from workers.engine import Engine
+from workers.kv_cache_manager import make_kv_cache_manager
+from workers.request import FinishReason
 from workers.roofline import DEVICES, MODELS, Roofline, StepLoad
 from workers.runners import load_engine
 from workers.simulated_runner import SimulatedRunner
+from workers.text_rules import TextRules
 
 H100S = Roofline(DEVICES["h100"], MODELS["70b"], tensor_parallel=8)
 
@@ -162,3 +170,41 @@ def test_refuses_two_step_times_and_a_negative_speed() -> None:
         SimulatedRunner(vocab_size=10, step_ms=1, roofline=H100S)
     with pytest.raises(ValueError, match="speed must be 0 or more, got -1"):
         SimulatedRunner(vocab_size=10, roofline=H100S, speed=-1)
+
+
+def generate(attempt: int, output: list[int], rules: TextRules, **sampling: Any) -> list[int]:
+    """All output tokens of one request through an engine, resumed behind `output`."""
+    engine = Engine(
+        make_config(),
+        SimulatedRunner(vocab_size=127, first_token_id=32, mask_size=258),
+        make_kv_cache_manager(100),
+        {257},
+    )
+    request = make_request(7, max_tokens=60, attempt=attempt, output_token_ids=output, **sampling)
+    assert rules.apply(request) is None
+    engine.add_request(request)
+    while engine.scheduler.has_requests:
+        engine.step()
+    assert request.finish_reason is FinishReason.STOP
+    return request.output_token_ids
+
+
+def test_under_a_grammar_tokens_are_allowed_ones_and_a_resume_goes_on_alike() -> None:
+    rules = TextRules(Tokenizer.simulated(), 258, [257])
+    sampling = {"grammar": Grammar("regex", "[a-c]{4,9}-(é|x)+y")}
+    tokens = generate(1, [], rules, **sampling)
+    assert re.fullmatch("[a-c]{4,9}-(é|x)+y", Tokenizer.simulated().detokenizer().push(tokens))
+    assert tokens[-1] == 257
+    for position in range(len(tokens)):
+        assert generate(2, tokens[:position], rules, **sampling) == tokens
+
+
+def test_each_token_is_certain_if_log_probabilities_are_asked_for() -> None:
+    runner = SimulatedRunner(vocab_size=50)
+    asked, silent = make_request(1, logprobs=3), make_request(2)
+    output = runner.execute(
+        SchedulerOutput([ScheduledSequence(asked, 8, True), ScheduledSequence(silent, 8, True)])
+    )
+    token = runner.token_at(request_id(1), 0)
+    assert output.logprobs == [TokenLogprobs(0.0, [token], [0.0]), None]
+    assert runner.execute(SchedulerOutput([ScheduledSequence(silent, 8, True)])).logprobs == []
