@@ -146,8 +146,10 @@ class Scheduler:
         self._schedule_decodes(decodes[:num_interactive], plan)
         plan.has_interactive_decode = bool(plan.decodes)
 
-        lower = decodes[num_interactive:]
-        plan.num_unsettled = len(lower)
+        lower = beside_a_prompt = decodes[num_interactive:]
+        if self.config.hold_batch_in_prefill:
+            beside_a_prompt = lower[: bisect_right(lower, PriorityClass.FREE, key=_priority)]
+        plan.num_unsettled = len(beside_a_prompt)
         admitting = True
         for priority in PriorityClass:
             for request in prefills[priority]:
@@ -155,10 +157,9 @@ class Scheduler:
                     self._prompts.schedule_chunk(request, plan)
             # Who waits in a higher class keeps the lower ones from taking the blocks that it waits for.
             admitting = admitting and self._prompts.admit(priority, blocked_partitions, plan)
-            if priority is PriorityClass.INTERACTIVE and lower:
-                if self.config.hold_batch_in_prefill and plan.has_interactive_chunk:
-                    lower = lower[: bisect_right(lower, PriorityClass.FREE, key=_priority)]
-                self._schedule_decodes(lower[: plan.num_decodes_in_time(lower)], plan)
+            if priority is PriorityClass.INTERACTIVE:
+                going = beside_a_prompt if plan.has_interactive_chunk else lower
+                self._schedule_decodes(going[: plan.num_decodes_in_time(going)], plan)
                 plan.num_unsettled = 0
         return plan.finish()
 

@@ -1,6 +1,7 @@
 """What the engine itself costs beside the model: schedule() and update_from_output(), without execute()."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from schemas.priority import PriorityClass
@@ -33,13 +34,13 @@ class SchedulerCost:
     us_by_batch_size: dict[int, float]
 
 
-def scheduler_cost() -> SchedulerCost:
+def scheduler_cost(batch_sizes: Sequence[int] = _BATCH_SIZES) -> SchedulerCost:
     """Measures decode steps of the engine's decision code with the prefix cache and the operating point on.
 
     For each batch size the fastest of some windows of 16 steps counts: a shared machine only ever adds.
     Takes about 2 s of one core.
     """
-    by_size = {size: _us_of_step(size) for size in _BATCH_SIZES}
+    by_size = {size: _us_of_step(size) for size in batch_sizes}
     mean_size = sum(by_size) / len(by_size)
     mean_us = sum(by_size.values()) / len(by_size)
     slope = sum((size - mean_size) * (us - mean_us) for size, us in by_size.items()) / sum(
