@@ -4,12 +4,28 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tests.engine_factories import EOS, check_invariants, make_engine, make_kv, make_request
+from tests.engine_factories import EOS, check_invariants, make_config, make_kv, make_request
 from tests.kv_checking_runner import KVCheckingRunner
 from workers.batch import PreemptionMode, ScheduledSequence
 from workers.engine import Engine
 from workers.request import FinishReason, Request, RequestOutput, RequestStatus
 from workers.scheduler_config import SchedulerConfig
+from workers.simulated_runner import SimulatedRunner
+from workers.stop_strings import StopStringChecker
+
+# Few tokens, each a letter: short stop strings are met.
+VOCAB_SIZE = 12
+TOKEN_BYTES = [bytes([ord("a") + token_id]) for token_id in range(VOCAB_SIZE)]
+
+
+def check_stop_strings(request: Request) -> None:
+    """Gives the request the checker that it asks for, unless its output so far holds a stop string."""
+    sampling = request.sampling
+    if not sampling.stop:
+        return
+    checker = StopStringChecker(sampling.stop, TOKEN_BYTES, sampling.min_tokens)
+    if all(checker.push(token_id) is None for token_id in request.output_token_ids):
+        request.stop_checker = checker
 
 
 @dataclass
@@ -48,6 +64,7 @@ class Run:
             start = output.request.num_resumed_tokens
             assert output.position == start + len(told)
             told += output.token_ids
+            self.seen["stop string"] += output.text_length is not None
             if output.finish_reason:
                 self.ends.append(output.request)
 
@@ -58,6 +75,7 @@ class Run:
         if not live or request.attempt > live[0]:
             self.added.append(request)
             self.seen["resumed"] += bool(request.num_resumed_tokens)
+        check_stop_strings(request)
         self.note(scheduler.add_request(request))
 
     def _num_held(self, scheduled: Sequence[ScheduledSequence], blocked_now: frozenset[int]) -> int:
@@ -121,7 +139,7 @@ def run_to_the_end(
 ) -> Run:
     """Until nothing is left in the engine. Each request must have ended once, with the tokens that it gets
     alone, and all blocks must be free again."""
-    runner = KVCheckingRunner(shared=pools.sharing == "shared", unit_s=unit_s)
+    runner = KVCheckingRunner(shared=pools.sharing == "shared", unit_s=unit_s, vocab_size=VOCAB_SIZE)
     kv = make_kv(pools.num_blocks, pools.num_host_blocks, pools.sharing)
     run = Run(Engine(config, runner, kv, {EOS}, clock=runner.clock))
     engine = run.engine
@@ -148,15 +166,18 @@ def run_to_the_end(
         assert request.finish_reason is not None
         assert request.num_cached_tokens <= len(request.prompt_token_ids)
         told = run.tokens[id(request)]
-        assert request.output_token_ids[request.num_resumed_tokens :] == told
+        num_told = len(request.output_token_ids) - request.num_held_tokens
+        assert request.output_token_ids[request.num_resumed_tokens : num_told] == told
         if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert request.num_held_tokens == 0
             assert told == tokens_alone(request, config.max_model_len)
     return run
 
 
 def tokens_alone(request: Request, max_model_len: int) -> list[int]:
     """What the request gets from a pool without limits and without anybody else."""
-    engine = make_engine(num_blocks=1000, max_model_len=max_model_len)
+    runner = SimulatedRunner(vocab_size=VOCAB_SIZE, first_token_id=2, eos_token_ids={EOS})
+    engine = Engine(make_config(max_model_len=max_model_len), runner, make_kv(), {EOS})
     alone = Request(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -166,6 +187,7 @@ def tokens_alone(request: Request, max_model_len: int) -> list[int]:
         reply_partition=request.reply_partition,
         output_token_ids=request.output_token_ids[: request.num_resumed_tokens],
     )
+    check_stop_strings(alone)
     engine.add_request(alone)
     while engine.scheduler.has_requests:
         engine.step()
