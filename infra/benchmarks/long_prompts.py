@@ -95,13 +95,12 @@ async def _measure(
     body: Callable[[str], dict[str, object]],
     prompts: LongPrompts,
 ) -> LongPromptFigures:
-    # Twice, for the first streams of a new process pay for what it loads then.
+    # The first streams of a new process pay for what it loads then.
     for prompt in prompts.take(2):
         await stream(url, api_key, body(prompt), dialect)
+    bodies = [body(prompt) for prompt in prompts.take(NUM_STREAMS)]
     began = time.perf_counter()
-    streams = await asyncio.gather(
-        *(stream(url, api_key, body(prompt), dialect) for prompt in prompts.take(NUM_STREAMS))
-    )
+    streams = await asyncio.gather(*(stream(url, api_key, each, dialect) for each in bodies))
     return summarize(streams, began)
 
 

@@ -19,7 +19,8 @@ TIMEOUT_S = 300.0
 class Dialect:
     """How a server is asked, and what its stream looks like.
 
-    `token` is in each token event once and nowhere else. The two counts are found in the last `last_bytes`.
+    `token` is in each token event once and nowhere else. Of the two counts the last ones in the stream are
+    right, and they are among its last `last_bytes`.
     """
 
     path: str
@@ -105,10 +106,11 @@ class _Stream(asyncio.Protocol):
         self._tail = seen[-len(dialect.token) + 1 :]
         self._last = (self._last + data)[-dialect.last_bytes :]
         if self._last.endswith(_END) and not self._done.done():
-            inputs, outputs = (p.search(self._last) for p in (dialect.input_tokens, dialect.output_tokens))
-            if inputs is None or outputs is None:
+            inputs = dialect.input_tokens.findall(self._last)
+            outputs = dialect.output_tokens.findall(self._last)
+            if not inputs or not outputs:
                 return self._fail(f"the stream ended without its counts: {self._last!r}")
-            self.times.input_tokens, self.times.output_tokens = int(inputs[1]), int(outputs[1])
+            self.times.input_tokens, self.times.output_tokens = int(inputs[-1]), int(outputs[-1])
             self._done.set_result(None)
             if self._transport is not None:
                 self._transport.close()

@@ -32,8 +32,8 @@ def test_a_batch_that_does_not_fit_is_no_figure() -> None:
 def test_prefill_counts_the_tokens_of_a_prompt_by_the_time_of_its_steps() -> None:
     engine = make_engine(step_ms=5, max_num_batched_tokens=128, max_prefill_chunk=128)
     speed = make(engine).prefill(512)
-    # Four steps of 5 ms at the least.
-    assert 0 < speed.tok_s <= 512 / 0.0195
+    # Four steps of 5 ms; the first one may have begun with the end of a step before.
+    assert 0 < speed.tok_s <= 512 / 0.0174
     assert not engine.scheduler.has_requests
 
 
