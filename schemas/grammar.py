@@ -4,13 +4,13 @@ from typing import cast
 
 from schemas.sampling import Grammar
 
-MAX_SOURCE_CHARS = 65_536
+MAX_SOURCE_BYTES = 65_536
 
 
 def grammar_error(grammar: Grammar) -> str:
-    """What is wrong with it; empty if a worker can follow it. Up to 50 ms for a very large schema."""
-    if len(grammar.source) > MAX_SOURCE_CHARS:
-        return f"has {len(grammar.source)} characters, at most {MAX_SOURCE_CHARS} are taken"
+    """What is wrong with it; empty if it is well formed. Up to 50 ms for a very large schema."""
+    if (size := len(grammar.source.encode())) > MAX_SOURCE_BYTES:
+        return f"has {size} bytes, at most {MAX_SOURCE_BYTES} are taken"
     # 90 ms once, for those who are asked for structured output at all.
     from llguidance import GrammarFormat, LLMatcher, grammar_from
 

@@ -13,10 +13,11 @@ MAX_MESSAGES = 2048
 _Positive = Annotated[int, Meta(ge=1)]
 _Temperature = Annotated[float, Meta(ge=0, le=2)]
 _TopP = Annotated[float, Meta(gt=0, le=1)]
-_TopK = Annotated[int, Meta(ge=0)]
+_TopK = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Regex = Annotated[str, Meta(min_length=1)]
 _Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
-_RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
+_RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=2)]
 _MinP = Annotated[float, Meta(ge=0, le=1)]
 _MinTokens = Annotated[int, Meta(ge=0)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -68,7 +69,7 @@ class GenerateBody(Struct, forbid_unknown_fields=True):
     repetition_penalty: _RepetitionPenalty | None = None
     logit_bias: _LogitBias | None = None
     response_format: ResponseFormat | None = None
-    regex: str | None = None
+    regex: _Regex | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):

@@ -66,7 +66,7 @@ def prepare(body: Body, models: Mapping[str, LoadedModel]) -> Prepared:
         top_p=1.0 if body.top_p is None else body.top_p,
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         ignore_eos=body.ignore_eos,
-        stop_token_ids=body.stop_token_ids or [],
+        stop_token_ids=_stop_token_ids(body.stop_token_ids, len(model.tokenizer.token_bytes)),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_logit_bias(body.logit_bias, len(model.tokenizer.token_bytes)),
@@ -150,6 +150,14 @@ def _logit_bias(wanted: dict[str, float] | None, vocab_size: int) -> list[LogitB
             raise bad_field("logit_bias", f"{text[:20]!r} is no token id; they are 0 to {vocab_size - 1}")
         biases.append(LogitBias(token_id, bias))
     return biases
+
+
+def _stop_token_ids(wanted: list[int] | None, vocab_size: int) -> list[int]:
+    for index, token_id in enumerate(wanted or []):
+        if token_id >= vocab_size:
+            field = f"stop_token_ids[{index}]"
+            raise bad_field(field, f"{token_id} is no token id; they are 0 to {vocab_size - 1}")
+    return wanted or []
 
 
 def _stop(wanted: str | list[str] | None) -> list[str]:

@@ -1,5 +1,7 @@
 """The official OpenAI client against the real stack and the real model."""
 
+import json
+
 import openai
 import pytest
 
@@ -73,3 +75,39 @@ def test_refusals_arrive_as_the_clients_exceptions(client: openai.OpenAI, gemma_
         pytest.raises(openai.AuthenticationError),
     ):
         stranger.models.list()
+
+
+def test_the_client_asks_for_json_and_for_stop_strings(
+    client: openai.OpenAI, gemma_stack: RunningStack
+) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"]}
+    with client:
+        structured = client.chat.completions.create(
+            model=gemma_stack.model,
+            messages=MESSAGES,
+            max_tokens=100,
+            seed=5,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "number", "schema": {**schema, "additionalProperties": False}},
+            },
+        )
+        stopped = client.chat.completions.create(
+            model=gemma_stack.model,
+            messages=MESSAGES,
+            max_tokens=40,
+            temperature=0,
+            stop=["}", "e"],
+            presence_penalty=0.5,
+            frequency_penalty=0.5,
+            logit_bias={"100": -100},
+        )
+        with pytest.raises(openai.BadRequestError) as bad:
+            client.chat.completions.create(
+                model=gemma_stack.model, messages=MESSAGES, logit_bias={"9999999": 1}
+            )
+    number = json.loads(structured.choices[0].message.content or "")
+    assert number.keys() == {"n"}
+    assert number["n"] <= 99
+    assert not {"}", "e"} & set(stopped.choices[0].message.content or "")
+    assert bad.value.param == "logit_bias"

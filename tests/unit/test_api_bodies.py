@@ -119,6 +119,9 @@ REFUSALS: list[tuple[type[GenerateBody] | type[ChatCompletionBody], Any, int, st
     (GenerateBody, {**GENERATE, "logit_bias": {"01": 1}}, 400, "invalid_value", "logit_bias"),
     (ChatCompletionBody, {**CHAT, "logit_bias": {"3": 101}}, 400, "invalid_value", "logit_bias[...]"),
     (GenerateBody, {**GENERATE, "regex": "a("}, 400, "invalid_value", "regex"),
+    (GenerateBody, {**GENERATE, "regex": ""}, 400, "invalid_value", "regex"),
+    (GenerateBody, {**GENERATE, "stop_token_ids": [1, 258]}, 400, "invalid_value", "stop_token_ids[1]"),
+    (GenerateBody, {**GENERATE, "top_k": 2**63}, 400, "invalid_value", "top_k"),
     (GenerateBody, {**GENERATE, "regex": "a" * 70_000}, 400, "invalid_value", "regex"),
     (
         GenerateBody,
