@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol
 
 from schemas.priority import PriorityClass
 from schemas.records import SamplingParams
 from schemas.sampling import TokenLogprobs
 from workers.token_counts import TokenCounts
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class RequestStatus(Enum):
@@ -60,7 +61,7 @@ class TokenConstraint(Protocol):
     def error(self) -> str:
         """Not empty once the grammar cannot be gone on with: the request must end, its last token is void."""
 
-    def fill_bitmask(self, row: npt.NDArray[np.int32]) -> None:
+    def fill_bitmask(self, row: "npt.NDArray[np.int32]") -> None:
         """Sets bit `token_id % 32` of word `token_id // 32` if the token may be next, clears others."""
 
     def advance(self, token_id: int) -> None:
