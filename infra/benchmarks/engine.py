@@ -3,8 +3,9 @@
 Alone: `prefill_512`, and `b1`, `b8`, `b32` sequences at a context of 256 tokens. Ours is the engine without
 Kafka, greedy sampling included; theirs llama-bench and llama-batched-bench, which do not sample. Over HTTP,
 `http_8x481_…`: eight streams of 481 distinct tokens in and 32 out, through the whole pipeline and through
-llama-server, prefix caches off on both sides. `vs_llamacpp` is ours divided by theirs: of tokens per second,
-where more is better, and for `…_ttft` of the median time to the first token, where less is better.
+llama-server; prefix caches are off on both sides, and so is our inter-token target, which the peer has not.
+`vs_llamacpp` is ours divided by theirs: of tokens per second, where more is better, and for `…_ttft` of the
+median time to the first token, where less is better.
 
 `foreign_cpu_share` is what other processes had of the machine's processors while a figure was measured. How
 the peer is built: infra/benchmarks/llama_cpp.md. Without it, our side is measured alone.

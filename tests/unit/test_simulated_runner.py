@@ -120,6 +120,22 @@ def test_speed_shortens_steps_and_copies_alike_and_0_is_no_delay() -> None:
     assert fake.now == FakeTime().now
 
 
+def test_an_engine_on_simulated_gpus_decodes_as_the_textbook_says() -> None:
+    fake = FakeTime()
+    config = make_config(max_num_seqs=100, max_num_batched_tokens=4096)
+    engine = Engine(
+        config, on_gpus(fake), make_kv_cache_manager(H100S.num_blocks), {EOS}, clock=lambda: fake.now
+    )
+    for number in range(100):
+        engine.add_request(make_request(number, prompt_len=2480, max_tokens=200, ignore_eos=True))
+    while engine.step()[0].total_num_scheduled_tokens > 100:
+        pass
+    began = fake.now
+    for _ in range(20):
+        assert len(engine.step()[1]) == 100
+    assert (fake.now - began) / 20 == pytest.approx(0.006, rel=0.05)
+
+
 SETTINGS = {"HEADRACE_KAFKA": "", "HEADRACE_RUNNER": "simulated", "HEADRACE_SIMULATED_GPU": "h100"}
 
 
