@@ -44,7 +44,8 @@ class Kernel:
             self._compile()
         threads = torch.get_num_threads()
         total = num_rows * ns_per_row
-        if threads == 1 or total < _WORTH_WAKING_NS or (parallel := _gomp_parallel()) is None:
+        alone = threads == 1 or num_rows == 1 or total < _WORTH_WAKING_NS
+        if alone or (parallel := _gomp_parallel()) is None:
             words = np.array((0, num_rows, num_rows, *arguments), np.int64)
             self._call(words.ctypes.data)
             return
