@@ -11,10 +11,13 @@ from workers.text_rules import TextRules
 
 log = logging.getLogger(__name__)
 
+# Output of earlier attempts that is searched for stop strings in the event loop: about 1 ms.
+_MAX_READ_TOKENS = 500
+
 
 class Preparation:
-    """Grammars are compiled in a thread of its own: that can take longer than a step, or than the event loop
-    may stand still. All else is passed on at once.
+    """Grammars are compiled, and long outputs searched for stop strings, in a thread of its own: that can take
+    longer than a step, or than the event loop may stand still. All else is passed on at once.
 
     `add` gets a request that may run, `end` one that ended here. Both are called in the event loop.
     """
@@ -32,7 +35,8 @@ class Preparation:
         """Takes a request, in place of a lower attempt of it."""
         request = live.request
         self.forget(request.request_id)
-        if request.sampling.grammar is None:
+        reads = request.sampling.stop and len(request.output_token_ids) > _MAX_READ_TOKENS
+        if request.sampling.grammar is None and not reads:
             self._pass_on(live, self._rules.apply(request))
         else:
             self._compiling[request.request_id] = live, asyncio.create_task(self._compile(live))

@@ -47,6 +47,19 @@ async def test_what_has_no_grammar_is_passed_on_at_once() -> None:
     assert live.request.stop_checker is not None
 
 
+async def test_a_long_resumed_output_is_searched_aside() -> None:
+    stage = Stage()
+    wanted = make_inference_request(request_id=ID, attempt=2)
+    wanted.sampling.stop, wanted.sampling.max_tokens = ["xyx"], 2000
+    wanted.output_token_ids = list(b"xy" + b"a" * 900 + b"xyx")
+    taken = LiveRequests(0, 1, "simulated", 258).on_dispatch(Dispatch(0, 1, 5, wanted), 0.0)
+    assert taken is not None
+    stage.preparation.start(taken[0])
+    assert stage.ended == []
+    await stage.until_told()
+    assert stage.ended[0][1] == End(FinishReason.STOP, text_length=902)
+
+
 async def test_a_grammar_is_compiled_aside_and_then_the_request_runs() -> None:
     stage = Stage()
     live = stage.start(grammar=Grammar("regex", "a+"), stop=["aaa"])
