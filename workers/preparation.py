@@ -16,7 +16,7 @@ _MAX_READ_TOKENS = 500
 
 
 class Preparation:
-    """Grammars are compiled, and long outputs searched for stop strings, in a thread of its own: that can take
+    """Compiles grammars, and searches long outputs for stop strings, in a thread of its own: that can take
     longer than a step, or than the event loop may stand still. All else is passed on at once.
 
     `add` gets a request that may run, `end` one that ended here. Both are called in the event loop.
