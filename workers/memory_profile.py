@@ -23,8 +23,13 @@ class ProfiledRunner(ModelRunner, Protocol):
         """Gives the pools' memory back; `initialize_kv_cache` may then be called again."""
 
 
-def profile_memory(runner: ProfiledRunner, config: SchedulerConfig, vocab_size: int) -> MemoryProfile:
+def profile_memory(
+    runner: ProfiledRunner, config: SchedulerConfig, vocab_size: int, *, tiled: bool = False
+) -> MemoryProfile:
     """To be called with the weights loaded and before the pools are allocated. Takes as long as two steps.
+
+    `tiled`: the runner computes a few tokens at a time, so that a step of many prompt tokens takes no more
+    memory than one of decodes, but seconds; it is left out.
 
     The steps also leave kernels compiled and scratch memory allocated, which counts as theirs.
     """
@@ -32,7 +37,7 @@ def profile_memory(runner: ProfiledRunner, config: SchedulerConfig, vocab_size: 
 
     def work() -> None:
         runner.initialize_kv_cache(_NUM_SCRATCH_BLOCKS)
-        for batch in worst_batches(config, vocab_size):
+        for batch in worst_batches(config, vocab_size)[tiled:]:
             runner.execute(batch)
 
     try:

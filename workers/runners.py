@@ -89,7 +89,7 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
 def _pools_in_memory(
     config: WorkerConfig, scheduler_config: SchedulerConfig, runner: ProfiledRunner, vocab_size: int
 ) -> PoolSizes:
-    profile = profile_memory(runner, scheduler_config, vocab_size)
+    profile = profile_memory(runner, scheduler_config, vocab_size, tiled=config.deterministic)
     pools = plan_pools(
         profile,
         kv_memory_mib=config.kv_memory_mib,
