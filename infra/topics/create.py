@@ -9,6 +9,7 @@ from schemas.topics import Layout, TopicSpec, tenant_topic_specs, topic_specs
 
 _NO_ERROR = 0
 _TOPIC_ALREADY_EXISTS = 36
+_POLL_S = 0.02
 
 
 class TopicError(RuntimeError):
@@ -41,7 +42,10 @@ async def create(
     async with asyncio.timeout(timeout):
         try:
             await admin.start()
-            # 1. Ask for all. The answer has an error code per topic; the call never fails for one.
+            # 1. A broker that has just started, or was fenced on a loaded machine, names no controller yet.
+            while not (await admin.describe_cluster())["brokers"]:  # noqa: ASYNC110  # nobody would set an event
+                await asyncio.sleep(_POLL_S)
+            # 2. Ask for all. The answer has an error code per topic; the call never fails for one.
             new = [
                 NewTopic(
                     name=spec.name,
@@ -60,7 +64,7 @@ async def create(
             ]
             if refused:
                 raise TopicError("topics could not be created:\n  " + "\n  ".join(refused))
-            # 2. Hold what was there before, and what is new, to the partition counts the layout needs.
+            # 3. Hold what was there before, and what is new, to the partition counts the layout needs.
             await _check_partitions(admin, specs)
         finally:
             await admin.close()
@@ -76,7 +80,7 @@ async def _check_partitions(admin: AIOKafkaAdminClient, specs: Sequence[TopicSpe
         # Metadata lag behind the creation: a topic with no leader yet cannot be written to.
         if all(found.get(spec.name) and min(found[spec.name]) >= 0 for spec in specs):
             break
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(_POLL_S)
     wrong = [
         f"{spec.name}: has {len(found[spec.name])} partitions, the layout needs {spec.partitions}"
         for spec in specs
