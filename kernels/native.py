@@ -4,14 +4,36 @@ Kernels take addresses instead of arrays: tensors go in and out without a copy, 
 Everything here is for use inside functions that are decorated with `compiled`.
 """
 
+import os
 from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
-import numpy as np
 import numba
+import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
+
+
+def _cache_folder() -> Path:
+    """Where machine code is kept, by the sources it was made of: numba itself looks at the file of the outer
+    function only, and would go on calling what its callees once were."""
+    folder = Path(__file__).parent
+    digest = sha256()
+    for source in sorted(folder.glob("*.py")):
+        digest.update(source.read_bytes())
+    name = f"numba-{digest.hexdigest()[:16]}"
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(chosen) / name
+    bytecode = folder / "__pycache__"
+    if os.access(bytecode if bytecode.exists() else folder, os.W_OK):
+        return bytecode / name
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / name
+
+
+numba.config.CACHE_DIR = str(_cache_folder())  # type: ignore[attr-defined]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,7 +55,7 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
     return result
 
 
-def _intrinsic(function: Callable[..., Any]) -> Any:
+def intrinsic_of(function: Callable[..., Any]) -> Any:
     """Code in LLVM's terms. What kernels call has no typing context, which type checkers do not know."""
     return cast(Any, intrinsic(function))
 
@@ -41,7 +63,7 @@ def _intrinsic(function: Callable[..., Any]) -> Any:
 _carray: Any = numba.carray  # type: ignore[attr-defined]
 
 
-@_intrinsic
+@intrinsic_of
 def _pointer(typing_context: Any, address: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
@@ -49,7 +71,7 @@ def _pointer(typing_context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
-@_intrinsic
+@intrinsic_of
 def _float_of_bits(typing_context: Any, bits: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -57,7 +79,7 @@ def _float_of_bits(typing_context: Any, bits: Any) -> Any:
     return types.float32(types.uint32), generate
 
 
-@_intrinsic
+@intrinsic_of
 def _bits_of_float(typing_context: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.IntType(32))
@@ -65,7 +87,7 @@ def _bits_of_float(typing_context: Any, value: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
-@_intrinsic
+@intrinsic_of
 def claim(typing_context: Any, address: Any, amount: Any) -> Any:
     """Adds `amount` to the int64 at `address` in one piece and returns what was there before."""
 

@@ -18,8 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 from kernels.paged_attention_cpu import plan_paged_attention
 from workers.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
 from workers.kv_memory import KVMemory
+from workers.models.fast_linear import LinearKind, same_kind
 from workers.models.gemma import GemmaModel
-from workers.models.layers import Attention, BatchedAttention, KVCache, Linear, TokenwiseAttention
+from workers.models.gemma_fast import FastGemmaModel, FastStep
+from workers.models.layers import Attention, KVCache, Linear, TokenwiseAttention
 from workers.sampler import Sampler
 from workers.weights.gguf import GGUFFile
 
@@ -48,9 +50,10 @@ class _Step:
 class TorchModelRunner:
     """A `workers.batch.ModelRunner` over torch on CPUs.
 
-    Fast mode multiplies in bf16 and batches all it can. With `deterministic` all is fp32 and every token is
-    computed by operations whose shapes depend on nothing but its own position: logits are equal bit for bit
-    whatever the batch, the chunks or the history (on one kind of machine with one number of threads).
+    Fast mode multiplies int8 by int8 where the machine has it and batches all it can. With `deterministic`
+    all is fp32 and every token is computed by operations whose shapes depend on nothing but its own position:
+    logits are equal bit for bit whatever the batch, the chunks or the history (on one kind of machine with
+    one number of threads).
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class TorchModelRunner:
         deterministic: bool = False,
         num_threads: int | None = None,
         eos_token_ids: Set[int] = frozenset(),
+        linear: str = "int8",
     ) -> None:
         """Loads the weights, which takes seconds. `num_threads` is torch's, for the whole process.
 
@@ -73,11 +77,16 @@ class TorchModelRunner:
             torch.set_num_threads(num_threads)
         self.deterministic = deterministic
         self.dtype = torch.float32 if deterministic else torch.bfloat16
+        self.model: GemmaModel | FastGemmaModel
         with torch.inference_mode(), GGUFFile(weights_path) as gguf:
-            self.model = GemmaModel(gguf, self.dtype, max_model_len)
             if deterministic:
+                self.model = GemmaModel(gguf, max_model_len)
                 _check_row_invariance(self.model.linears, TILE_ROWS)
                 _check_row_invariance([self.model.lm_head], LOGIT_TILE_ROWS)
+            else:
+                self.model = FastGemmaModel(
+                    gguf, lambda rows, columns: same_kind(LinearKind(linear)), max_model_len
+                )
         self._memory: KVMemory | None = None
         self._sampler = Sampler(eos_token_ids)
 
@@ -132,7 +141,7 @@ class TorchModelRunner:
             self._allocated().swap(batch.swap_out, batch.swap_in)
         if not batch.scheduled:
             return RunnerOutput([])
-        logits = self.compute_logits(batch.scheduled)
+        logits = self._logits(batch.scheduled)
         sampling = [sequence.request for sequence in batch.scheduled if sequence.samples]
         sampled = self._sampler.sample(logits, sampling)
         if len(sampling) == len(batch.scheduled):
@@ -150,11 +159,15 @@ class TorchModelRunner:
 
         Returns fp32 [sequences that sample, vocab_size], in the order of `scheduled`.
         """
+        return self._logits(scheduled).clone()
+
+    def _logits(self, scheduled: Sequence[ScheduledSequence]) -> Tensor:
+        """As `compute_logits`; the next call overwrites them."""
         cache = self._allocated().device
         step = self._prepare(scheduled)
-        if self.deterministic:
-            return self._forward_tiles(step, cache)
         model = self.model
+        if isinstance(model, GemmaModel):
+            return self._forward_tiles(model, step, cache)
         windows = {model.config.layer_window(layer) for layer in range(model.config.num_layers)}
         plans = {
             window: plan_paged_attention(
@@ -162,9 +175,14 @@ class TorchModelRunner:
             )
             for window in windows
         }
-        attention = BatchedAttention(cache, step.slot_mapping, plans)
-        hidden = model.forward(step.token_ids, step.positions, attention)
-        return model.compute_logits(hidden[step.sampled_rows])
+        fast_step = FastStep(
+            step.token_ids,
+            step.positions,
+            step.slot_mapping,
+            torch.tensor(step.sampled_rows, dtype=torch.int64),
+            plans,
+        )
+        return model.compute_logits(fast_step, cache)
 
     def _allocated(self) -> KVMemory:
         if self._memory is None:
@@ -222,18 +240,18 @@ class TorchModelRunner:
         if problem is not None:
             raise ValueError(f"request {request.request_id.hex()}: {problem}")
 
-    def _forward_tiles(self, step: _Step, cache: KVCache) -> Tensor:
+    def _forward_tiles(self, model: GemmaModel, step: _Step, cache: KVCache) -> Tensor:
         """The batch in tiles of TILE_ROWS tokens, each through all layers.
 
         Tokens of a sequence are in order, so what a token attends to was stored by an earlier tile or, layer
         by layer, in its own.
         """
         num_tokens = len(step.token_ids)
-        hidden = torch.empty(num_tokens, self.model.config.hidden_size)
+        hidden = torch.empty(num_tokens, model.config.hidden_size)
         for start in range(0, num_tokens, TILE_ROWS):
             tile = slice(start, min(start + TILE_ROWS, num_tokens))
             attention = _tile_attention(step, cache, tile.start, tile.stop)
-            padded = self.model.forward(
+            padded = model.forward(
                 _pad(step.token_ids[tile], TILE_ROWS), _pad(step.positions[tile], TILE_ROWS), attention
             )
             hidden[tile] = padded[: tile.stop - tile.start]
@@ -241,7 +259,7 @@ class TorchModelRunner:
         logits = torch.empty(len(sampled), self.vocab_size)
         for start in range(0, len(sampled), LOGIT_TILE_ROWS):
             rows = sampled[start : start + LOGIT_TILE_ROWS]
-            padded = self.model.compute_logits(_pad(rows, LOGIT_TILE_ROWS))
+            padded = model.compute_logits(_pad(rows, LOGIT_TILE_ROWS))
             logits[start : start + len(rows)] = padded[: len(rows)]
         return logits
 

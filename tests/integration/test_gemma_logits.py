@@ -23,9 +23,13 @@ PROMPT: list[int] = FIXTURE["prompt_token_ids"]
 NUM_BLOCKS = 256
 
 
-def load(deterministic: bool) -> TorchModelRunner:
+def load(deterministic: bool, linear: str = "int8") -> TorchModelRunner:
     runner = TorchModelRunner(
-        gemma_folder() / "model.gguf", max_model_len=2048, deterministic=deterministic, num_threads=2
+        gemma_folder() / "model.gguf",
+        max_model_len=2048,
+        deterministic=deterministic,
+        num_threads=2,
+        linear=linear,
     )
     runner.initialize_kv_cache(NUM_BLOCKS)
     return runner
@@ -34,6 +38,11 @@ def load(deterministic: bool) -> TorchModelRunner:
 @pytest.fixture(scope="module")
 def fast() -> TorchModelRunner:
     return load(deterministic=False)
+
+
+@pytest.fixture(scope="module")
+def bf16() -> TorchModelRunner:
+    return load(deterministic=False, linear="bf16")
 
 
 @pytest.fixture(scope="module")
@@ -137,13 +146,22 @@ def test_fp32_logits_equal_hugging_face(exact: TorchModelRunner, chunk: int | No
 
 
 @pytest.mark.parametrize("chunk", [None, 512, 100])
-def test_bf16_logits_are_near_hugging_face_in_fp32(fast: TorchModelRunner, chunk: int | None) -> None:
+def test_bf16_logits_are_near_hugging_face_in_fp32(bf16: TorchModelRunner, chunk: int | None) -> None:
     """bf16 has 8 bits: logits of 16 to 32 are multiples of 1/8."""
-    found = agreement(fast, chunk)
+    found = agreement(bf16, chunk)
     assert found.max_error < 0.4
     assert found.mean_error < 0.08
     assert found.logsumexp_error < 0.3
     assert found.same_top >= len(FIXTURE["positions"]) - 3
+
+
+@pytest.mark.parametrize("chunk", [None, 512, 100])
+def test_int8_logits_are_near_hugging_face_in_fp32(fast: TorchModelRunner, chunk: int | None) -> None:
+    """How much 8 bits cost is measured in test_model_quality; this finds what is plainly wrong."""
+    found = agreement(fast, chunk)
+    assert found.mean_error < 0.25
+    assert found.logsumexp_error < 0.8
+    assert found.same_top >= len(FIXTURE["positions"]) - 5
 
 
 LENGTHS = [1, 2, 7, 8, 9, 16, 17, 40, 61, 530]

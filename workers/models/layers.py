@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.paged_attention_cpu import PagedAttentionPlan, paged_attention_cpu
 from kernels.paged_attention_ref import paged_attention_ref
 from kernels.reshape_and_cache_ref import reshape_and_cache_ref
 
@@ -62,22 +61,6 @@ class Attention(Protocol):
         query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim].
         Returns [num_tokens, num_heads, head_dim] in query's dtype.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class BatchedAttention:
-    """The fast way. plans: one for each sliding window that the model uses; slot_mapping: [num_tokens]."""
-
-    cache: KVCache
-    slot_mapping: Tensor
-    plans: dict[int | None, PagedAttentionPlan]
-
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sliding_window: int | None
-    ) -> Tensor:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        reshape_and_cache_ref(key, value, keys, values, self.slot_mapping)
-        return paged_attention_cpu(query.to(keys.dtype), keys, values, self.plans[sliding_window], scale=1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,144 @@
+"""Query and key norms, rotation and the store into the KV cache, in one pass over each token."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.activations import Activations
+from kernels.add_rms_norm import inverse_rms
+from kernels.native import (
+    bf16s,
+    claim,
+    compiled,
+    float32_of_word,
+    floats,
+    from_bf16,
+    int64s,
+    to_bf16,
+)
+from kernels.team import FIRST_ARGUMENT, Kernel, float_word
+
+_NS_PER_ELEMENT = 1.0
+
+
+@compiled
+def qk_norm_rope_cache_range(
+    start: int,
+    end: int,
+    qkv: int,
+    qkv_scales: int,
+    qk_norm: int,
+    cos_sin: int,
+    positions: int,
+    slot_mapping: int,
+    key_cache: int,
+    value_cache: int,
+    epsilon_word: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    query: int,
+) -> None:
+    """Tokens start … end - 1; see `qk_norm_rope_cache`."""
+    epsilon = float32_of_word(epsilon_word)
+    half = head_dim // 2
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    for index in range(start, end):
+        scale = floats(qkv_scales + 4 * index, 1)[0]
+        position = int64s(positions + 8 * index, 1)[0]
+        slot = int64s(slot_mapping + 8 * index, 1)[0]
+        cosines = floats(cos_sin + 4 * position * head_dim, half)
+        sines = floats(cos_sin + 4 * position * head_dim + 4 * half, half)
+        for head in range(num_heads + num_kv_heads):
+            source = qkv + 2 * (index * width + head * head_dim)
+            first, second = bf16s(source, half), bf16s(source + 2 * half, half)
+            total = np.float32(0.0)
+            for i in range(half):
+                a, b = from_bf16(first[i]), from_bf16(second[i])
+                total += a * a + b * b
+            factor = scale * inverse_rms(total * scale * scale, head_dim, epsilon)
+            if head < num_heads:
+                target = query + 2 * (index * num_heads + head) * head_dim
+            else:
+                target = key_cache + 2 * (slot * num_kv_heads + head - num_heads) * head_dim
+            low, high = bf16s(target, half), bf16s(target + 2 * half, half)
+            weights = qk_norm + 4 * head * head_dim
+            low_weights, high_weights = floats(weights, half), floats(weights + 4 * half, half)
+            for i in range(half):
+                a = from_bf16(first[i]) * factor * low_weights[i]
+                b = from_bf16(second[i]) * factor * high_weights[i]
+                low[i] = to_bf16(a * cosines[i] - b * sines[i])
+                high[i] = to_bf16(b * cosines[i] + a * sines[i])
+        kv_dim = num_kv_heads * head_dim
+        new = bf16s(qkv + 2 * (index * width + (num_heads + num_kv_heads) * head_dim), kv_dim)
+        stored = bf16s(value_cache + 2 * slot * kv_dim, kv_dim)
+        for i in range(kv_dim):
+            stored[i] = to_bf16(from_bf16(new[i]) * scale)
+
+
+def _body(address: int) -> None:
+    words = int64s(address, FIRST_ARGUMENT + 13)
+    start = claim(address, words[2])
+    while start < words[1]:
+        end = min(start + words[2], words[1])
+        qk_norm_rope_cache_range(
+            start,
+            end,
+            words[3],
+            words[4],
+            words[5],
+            words[6],
+            words[7],
+            words[8],
+            words[9],
+            words[10],
+            words[11],
+            words[12],
+            words[13],
+            words[14],
+            words[15],
+        )
+        start = claim(address, words[2])
+
+
+_kernel = Kernel(_body)
+
+
+def qk_norm_rope_cache(
+    qkv: Activations,
+    qk_norm: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    epsilon: float,
+) -> Tensor:
+    """See `qk_norm_rope_cache_ref`. All tensors contiguous, qkv's values bf16.
+
+    Positions and slots are not checked here: it would cost more than the rest.
+    """
+    num_tokens = len(positions)
+    num_kv_heads, head_dim = key_cache.shape[2:]
+    num_heads = len(qk_norm) - num_kv_heads
+    query = torch.empty(num_tokens, num_heads, head_dim, dtype=torch.bfloat16)
+    _kernel(
+        num_tokens,
+        qkv.values.shape[1] * _NS_PER_ELEMENT,
+        (
+            qkv.values.data_ptr(),
+            qkv.scales.data_ptr(),
+            qk_norm.data_ptr(),
+            cos_sin.data_ptr(),
+            positions.data_ptr(),
+            slot_mapping.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            float_word(epsilon),
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            query.data_ptr(),
+        ),
+    )
+    return query

@@ -1,0 +1,188 @@
+"""Gemma 3 text models for speed: the same mathematics as `gemma`, cut where a CPU wants it cut.
+
+A layer is four matrix products with one compiled pass over the rows between each two of them. The residual
+stream is fp32; what matrices take and give is quantized or bf16 (see `kernels.activations`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from kernels.activations import Activations
+from kernels.add_rms_norm import add_rms_norm
+from kernels.gelu_and_mul_quantize import gelu_and_mul_quantize
+from kernels.paged_attention_cpu import PagedAttentionPlan, paged_attention_cpu
+from kernels.qk_norm_rope_cache import qk_norm_rope_cache
+from kernels.quantize_rows import quantize_rows
+from kernels.rotary_embedding_ref import cos_sin_cache
+from workers.models.embedding_table import BlockQuantizedTable, quantize_table
+from workers.models.fast_linear import FastLinear, LinearKinds
+from workers.models.gemma_weights import GemmaWeights
+from workers.models.layers import KVCache
+from workers.weights.gguf import GGUFFile
+
+# Rows of the output matrix in one product: its result stays in the cache until it is scaled, and the memory
+# of the last one is used again. In one piece, 32 rows of a vocabulary of 262,144 are 33 MB of page faults.
+_VOCABULARY_PIECE = 32_768
+
+# Chooses how matrices of a shape are multiplied: (out_features, in_features) to kinds.
+ChooseKinds = Callable[[int, int], LinearKinds]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    sliding_window: int | None
+    input_norm: Tensor
+    qkv: FastLinear
+    qk_norm: Tensor
+    output: FastLinear
+    post_attention_norm: Tensor
+    pre_feedforward_norm: Tensor
+    gate_up: FastLinear
+    down: FastLinear
+    post_feedforward_norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FastStep:
+    """The tokens of one step. plans: one for each kind of layer, by its sliding window."""
+
+    token_ids: Tensor  # int64 [num_tokens]
+    positions: Tensor  # int64 [num_tokens]
+    slot_mapping: Tensor  # int64 [num_tokens]
+    sampled_rows: Tensor  # int64 [sequences that sample]
+    plans: dict[int | None, PagedAttentionPlan]
+
+
+class FastGemmaModel:
+    """A loaded model. Immutable but for the buffer of the logits: for one thread."""
+
+    def __init__(self, gguf: GGUFFile, choose_kinds: ChooseKinds, max_model_len: int | None = None) -> None:
+        """`max_model_len` in tokens, at most the model's.
+
+        Raises GGUFError when a tensor is missing or has another shape than the metadata says.
+        """
+        weights = GemmaWeights(gguf)
+        self.config = config = weights.config
+        self.max_model_len = min(max_model_len or config.context_length, config.context_length)
+        self.vocab_size = weights.vocab_size
+        self._lm_head: list[FastLinear] = []
+        values, scales = [], []
+        for piece in weights.embedding(_VOCABULARY_PIECE):
+            part = quantize_table(piece)
+            values.append(part.values)
+            scales.append(part.scales)
+            kinds = choose_kinds(*piece.shape)
+            self._lm_head.append(FastLinear(piece, kinds, torch.float32))
+        self._embedding = BlockQuantizedTable(torch.cat(values), torch.cat(scales))
+        self._layers = [_load_layer(weights, index, choose_kinds) for index in range(config.num_layers)]
+        self._final_norm = weights.final_norm()
+        self._cos_sin = {
+            None: cos_sin_cache(config.rope_base, config.head_dim, self.max_model_len),
+            config.sliding_window: cos_sin_cache(config.local_rope_base, config.head_dim, self.max_model_len),
+        }
+        self._logits = torch.empty(0, self.vocab_size)
+
+    def compute_logits(self, step: FastStep, cache: KVCache) -> Tensor:
+        """Stores the KV of all tokens and computes the logits of the sequences that sample.
+
+        Returns fp32 [sequences that sample, vocab_size], which the next call overwrites. Token ids, positions and slots must be in range: nobody checks them here.
+        """
+        epsilon = self.config.rms_norm_epsilon
+        hidden = self._embedding.rows(step.token_ids).mul_(sqrt(self.config.hidden_size))
+        x: Activations | None = None
+        for index, layer in enumerate(self._layers):
+            num_rows = len(hidden)
+            if x is None:
+                x = add_rms_norm(
+                    hidden,
+                    None,
+                    layer.input_norm,
+                    layer.input_norm,
+                    epsilon,
+                    layer.qkv.input_dtype(num_rows),
+                )
+            keys, values = cache.keys[index], cache.values[index]
+            query = qk_norm_rope_cache(
+                layer.qkv(x),
+                layer.qk_norm,
+                self._cos_sin[layer.sliding_window],
+                step.positions,
+                step.slot_mapping,
+                keys,
+                values,
+                epsilon,
+            )
+            attended = paged_attention_cpu(query, keys, values, step.plans[layer.sliding_window], scale=1.0)
+            attended = attended.flatten(1)
+            if layer is self._layers[-1]:
+                # From here on only what is sampled is of use.
+                attended, hidden = attended[step.sampled_rows], hidden[step.sampled_rows]
+                num_rows = len(hidden)
+                if not num_rows:
+                    break
+            branch = layer.output(quantize_rows(attended, layer.output.input_dtype(num_rows)))
+            x = add_rms_norm(
+                hidden,
+                branch,
+                layer.post_attention_norm,
+                layer.pre_feedforward_norm,
+                epsilon,
+                layer.gate_up.input_dtype(num_rows),
+            )
+            activated = gelu_and_mul_quantize(layer.gate_up(x), layer.down.input_dtype(num_rows))
+            next_norm, next_linear = self._after(index)
+            x = add_rms_norm(
+                hidden,
+                layer.down(activated),
+                layer.post_feedforward_norm,
+                next_norm,
+                epsilon,
+                next_linear.input_dtype(num_rows),
+            )
+        return self._project(x, len(step.sampled_rows))
+
+    def _after(self, index: int) -> tuple[Tensor, FastLinear]:
+        """The norm and the matrix that follow on layer `index`."""
+        if index + 1 < len(self._layers):
+            following = self._layers[index + 1]
+            return following.input_norm, following.qkv
+        return self._final_norm, self._lm_head[0]
+
+    def _project(self, x: Activations | None, num_rows: int) -> Tensor:
+        """All logits of normed rows."""
+        if len(self._logits) < num_rows:
+            self._logits = torch.empty(num_rows, self.vocab_size)
+        logits = self._logits[:num_rows]
+        if x is None or not num_rows:
+            return logits
+        scales = x.scales[:, None]
+        start = 0
+        for piece in self._lm_head:
+            end = start + piece.out_features
+            torch.mul(piece(x).values, scales, out=logits[:, start:end])
+            start = end
+        return logits
+
+
+def _load_layer(weights: GemmaWeights, index: int, choose_kinds: ChooseKinds) -> _Layer:
+    read = weights.layer(index)
+
+    def linear(weight: Tensor) -> FastLinear:
+        return FastLinear(weight, choose_kinds(*weight.shape))
+
+    return _Layer(
+        sliding_window=weights.config.layer_window(index),
+        input_norm=read.input_norm,
+        qkv=linear(read.qkv),
+        qk_norm=read.qk_norm,
+        output=linear(read.output),
+        post_attention_norm=read.post_attention_norm,
+        pre_feedforward_norm=read.pre_feedforward_norm,
+        gate_up=linear(read.gate_up),
+        down=linear(read.down),
+        post_feedforward_norm=read.post_feedforward_norm,
+    )
