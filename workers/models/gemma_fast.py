@@ -89,7 +89,8 @@ class FastGemmaModel:
     def compute_logits(self, step: FastStep, cache: KVCache) -> Tensor:
         """Stores the KV of all tokens and computes the logits of the sequences that sample.
 
-        Returns fp32 [sequences that sample, vocab_size], which the next call overwrites. Token ids, positions and slots must be in range: nobody checks them here.
+        Returns fp32 [sequences that sample, vocab_size], which the next call overwrites. Token ids, positions
+        and slots must be in range: nobody checks them here.
         """
         epsilon = self.config.rms_norm_epsilon
         hidden = self._embedding.rows(step.token_ids).mul_(sqrt(self.config.hidden_size))
