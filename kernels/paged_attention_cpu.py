@@ -1,49 +1,57 @@
 """Attention over a paged KV cache for CPUs, many sequences in one call.
 
-The same result as `paged_attention_ref` up to rounding, in fewer and larger operations: which blocks to
-gather and what to mask is planned once a step and used by every layer of the same kind; decodes are padded
-into a few batches of similar length; prompt chunks go in tiles of queries, so that keys above the causal
-diagonal are mostly not computed.
+The same result as `paged_attention_ref` up to rounding. Decodes read the cache where it lies; prompt chunks
+go in tiles of queries, so that keys above the causal diagonal are mostly not computed. What to read and to
+mask is planned once a step and used by every layer of the same kind.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.paged_attention_decode import paged_attention_decode, supports_decode
+
 # Queries of a prompt chunk in one call: at 512 the half-masked diagonal tile is what a usual chunk is.
 _QUERY_TILE = 512
-# Decodes whose block counts differ by less than this factor share a batch: padding costs at most as much
-# again, and the number of batches stays logarithmic in the context length.
-_PADDING_FACTOR = 2
-_FEWEST_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Sequences attended in one call: `rows` of the batch's queries, `query_len` for each sequence."""
+class _Decodes:
+    """Sequences of one new token: arguments of `paged_attention_decode`."""
 
-    rows: Tensor | slice  # index into [num_tokens]
-    blocks: Tensor  # int64 [num_seqs * num_blocks], to gather
-    num_seqs: int
-    query_len: int
-    first_key: int  # keys of the gathered blocks to leave out, where the sequence is alone
+    rows: Tensor
+    block_tables: Tensor
+    table_starts: Tensor
+    seq_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Consecutive queries of one sequence, and the keys that any of them sees."""
+
+    rows: slice  # of the batch's queries
+    blocks: Tensor | slice  # that hold the keys: a slice of the pool where they are neighbours
+    first_key: int  # keys of the first block to leave out
     num_keys: int
-    mask: Tensor | None  # cache's dtype [num_seqs or 1, 1, query_len or 1, num_keys]; None: all visible
+    mask: Tensor | None  # additive, cache's dtype [1, 1, queries, num_keys]; None: causal, or all visible
     is_causal: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PagedAttentionPlan:
-    """What one step gathers and masks for one kind of layer. From `plan_paged_attention`."""
+    """What one step reads and masks for one kind of layer. From `plan_paged_attention`."""
 
-    groups: list[_Group]
+    decodes: _Decodes | None
+    tiles: list[_Tile]
+    sliding_window: int | None
 
 
 def plan_paged_attention(
-    block_tables: Sequence[Tensor],
+    block_tables: Sequence[Sequence[int]],
     seq_lens: Sequence[int],
     query_start_loc: Sequence[int],
     block_size: int,
@@ -52,25 +60,28 @@ def plan_paged_attention(
 ) -> PagedAttentionPlan:
     """Plans a step; arguments as for `paged_attention_ref`, but on the host and without padding.
 
-    block_tables: int64 [blocks of the sequence] for each sequence; dtype: of query and cache.
+    block_tables: blocks of each sequence; dtype: of query and cache.
     """
-    decodes: dict[int, list[int]] = {}
-    groups: list[_Group] = []
-    for index, seq_len in enumerate(seq_lens):
-        start, end = query_start_loc[index], query_start_loc[index + 1]
-        if end - start == 1:
-            oldest = _oldest_visible(seq_len - 1, sliding_window)
-            num_blocks = _num_blocks(seq_len, block_size) - oldest // block_size
-            decodes.setdefault(_padded_class(num_blocks), []).append(index)
-        else:
-            groups += _chunk_groups(
-                block_tables[index], seq_len, start, end, block_size, dtype, sliding_window
-            )
-    for members in decodes.values():
-        groups.append(
-            _decode_group(members, block_tables, seq_lens, query_start_loc, block_size, dtype, sliding_window)
+    decodes = [i for i in range(len(seq_lens)) if query_start_loc[i + 1] - query_start_loc[i] == 1]
+    tiles = [
+        tile
+        for i, seq_len in enumerate(seq_lens)
+        if query_start_loc[i + 1] - query_start_loc[i] > 1
+        for tile in _tiles(
+            block_tables[i],
+            seq_len,
+            query_start_loc[i],
+            query_start_loc[i + 1],
+            block_size,
+            dtype,
+            sliding_window,
         )
-    return PagedAttentionPlan(groups)
+    ]
+    return PagedAttentionPlan(
+        _plan_decodes(decodes, block_tables, seq_lens, query_start_loc) if decodes else None,
+        tiles,
+        sliding_window,
+    )
 
 
 def paged_attention_cpu(
@@ -82,45 +93,107 @@ def paged_attention_cpu(
     head_dim] of the same dtype, the new tokens already written.
     """
     output = torch.empty_like(query)
-    num_heads, head_dim = query.shape[1:]
-    num_kv_heads = key_cache.shape[2]
-    group_size = num_heads // num_kv_heads
-    for group in plan.groups:
-        keys = _gather(key_cache, group)  # [num_seqs, num_kv_heads, num_keys, head_dim]
-        values = _gather(value_cache, group)
-        queries = query[group.rows]
-        if group.query_len == 1:
-            # The heads that share a KV head are rows of one query: their keys are read once.
-            attended = F.scaled_dot_product_attention(
-                queries.view(group.num_seqs, num_kv_heads, group_size, head_dim),
-                keys,
-                values,
-                attn_mask=group.mask,
-                scale=scale,
-            )
-            output[group.rows] = attended.reshape(queries.shape)
-        else:
-            attended = F.scaled_dot_product_attention(
-                queries.transpose(0, 1).unsqueeze(0),
-                _repeat_heads(keys, group_size),
-                _repeat_heads(values, group_size),
-                attn_mask=group.mask,
-                is_causal=group.is_causal,
-                scale=scale,
-            )
-            output[group.rows] = attended.squeeze(0).transpose(0, 1)
+    if plan.decodes is not None:
+        decodes = plan.decodes
+        attend = paged_attention_decode if supports_decode(query, key_cache) else _attend_one_by_one
+        attend(
+            output,
+            query,
+            key_cache,
+            value_cache,
+            decodes.rows,
+            decodes.block_tables,
+            decodes.table_starts,
+            decodes.seq_lens,
+            scale,
+            plan.sliding_window,
+        )
+    for tile in plan.tiles:
+        output[tile.rows] = _attend_tile(query[tile.rows], key_cache, value_cache, tile, scale)
     return output
 
 
-def _gather(cache: Tensor, group: _Group) -> Tensor:
-    blocks = cache.index_select(0, group.blocks).view(group.num_seqs, -1, *cache.shape[2:])
-    return blocks[:, group.first_key : group.first_key + group.num_keys].transpose(1, 2)
+def _plan_decodes(
+    decodes: list[int],
+    block_tables: Sequence[Sequence[int]],
+    seq_lens: Sequence[int],
+    query_start_loc: Sequence[int],
+) -> _Decodes:
+    tables: list[int] = []
+    starts = []
+    for index in decodes:
+        starts.append(len(tables))
+        tables += block_tables[index]
+    return _Decodes(
+        *(
+            torch.from_numpy(np.array(each, np.int64))
+            for each in (
+                [query_start_loc[index] for index in decodes],
+                tables,
+                starts,
+                [seq_lens[index] for index in decodes],
+            )
+        )
+    )
+
+
+def _attend_one_by_one(
+    output: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    rows: Tensor,
+    block_tables: Tensor,
+    table_starts: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sliding_window: int | None,
+) -> None:
+    """`paged_attention_decode` for other dtypes and head sizes."""
+    block_size = key_cache.shape[1]
+    for row, start, seq_len in zip(rows.tolist(), table_starts.tolist(), seq_lens.tolist(), strict=True):
+        oldest = _oldest_visible(seq_len - 1, sliding_window)
+        first_block = oldest // block_size
+        tile = _Tile(
+            rows=slice(row, row + 1),
+            blocks=block_tables[start + first_block : start + _num_blocks(seq_len, block_size)],
+            first_key=oldest % block_size,
+            num_keys=seq_len - oldest,
+            mask=None,
+            is_causal=False,
+        )
+        output[tile.rows] = _attend_tile(query[tile.rows], key_cache, value_cache, tile, scale)
+
+
+def _attend_tile(
+    queries: Tensor, key_cache: Tensor, value_cache: Tensor, tile: _Tile, scale: float
+) -> Tensor:
+    group_size = queries.shape[1] // key_cache.shape[2]
+    attended = F.scaled_dot_product_attention(
+        queries.transpose(0, 1).unsqueeze(0),
+        _repeat_heads(_keys(key_cache, tile), group_size),
+        _repeat_heads(_keys(value_cache, tile), group_size),
+        attn_mask=tile.mask,
+        is_causal=tile.is_causal,
+        scale=scale,
+    )
+    return attended.squeeze(0).transpose(0, 1)
+
+
+def _keys(cache: Tensor, tile: _Tile) -> Tensor:
+    """[1, num_kv_heads, num_keys, head_dim]: a view where the blocks are neighbours, else a copy."""
+    if isinstance(tile.blocks, slice):
+        blocks = cache[tile.blocks]
+    else:
+        blocks = cache.index_select(0, tile.blocks)
+    keys = blocks.view(1, -1, *cache.shape[2:])
+    return keys[:, tile.first_key : tile.first_key + tile.num_keys].transpose(1, 2)
 
 
 def _repeat_heads(keys: Tensor, group_size: int) -> Tensor:
-    num_seqs, num_kv_heads, num_keys, head_dim = keys.shape
+    _, num_kv_heads, num_keys, head_dim = keys.shape
     if num_kv_heads == 1:
-        return keys.expand(num_seqs, group_size, num_keys, head_dim)
+        return keys.expand(1, group_size, num_keys, head_dim)
     return keys.repeat_interleave(group_size, dim=1)
 
 
@@ -132,27 +205,15 @@ def _oldest_visible(position: int, sliding_window: int | None) -> int:
     return 0 if sliding_window is None else max(0, position - sliding_window + 1)
 
 
-def _padded_class(num_blocks: int) -> int:
-    size = _FEWEST_BLOCKS
-    while size < num_blocks:
-        size *= _PADDING_FACTOR
-    return size
-
-
-def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-
-
-def _chunk_groups(
-    block_table: Tensor,
+def _tiles(
+    block_table: Sequence[int],
     seq_len: int,
     start: int,
     end: int,
     block_size: int,
     dtype: torch.dtype,
     sliding_window: int | None,
-) -> Iterator[_Group]:
-    """A prompt chunk in tiles of queries, each with the keys that any of its queries sees."""
+) -> Iterator[_Tile]:
     offset = seq_len - end  # position of a row in the sequence, less its row number
     for tile_start in range(start, end, _QUERY_TILE):
         tile_end = min(tile_start + _QUERY_TILE, end)
@@ -166,12 +227,10 @@ def _chunk_groups(
             hidden = distance < 0
             if sliding_window is not None:
                 hidden |= distance >= sliding_window
-            mask = _additive(hidden, dtype)[None, None]
-        yield _Group(
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[None, None]
+        yield _Tile(
             rows=slice(tile_start, tile_end),
-            blocks=block_table[first_block : _num_blocks(last_query, block_size)],
-            num_seqs=1,
-            query_len=tile_end - tile_start,
+            blocks=_as_slice(block_table[first_block : _num_blocks(last_query, block_size)]),
             first_key=oldest - first_block * block_size,
             num_keys=last_query - oldest,
             mask=mask,
@@ -179,53 +238,8 @@ def _chunk_groups(
         )
 
 
-def _decode_group(
-    members: list[int],
-    block_tables: Sequence[Tensor],
-    seq_lens: Sequence[int],
-    query_start_loc: Sequence[int],
-    block_size: int,
-    dtype: torch.dtype,
-    sliding_window: int | None,
-) -> _Group:
-    oldest = [_oldest_visible(seq_lens[index] - 1, sliding_window) for index in members]
-    tables = [
-        block_tables[index][first // block_size : _num_blocks(seq_lens[index], block_size)]
-        for index, first in zip(members, oldest, strict=True)
-    ]
-    rows: Tensor | slice
-    first_row, last_row = query_start_loc[members[0]], query_start_loc[members[-1]]
-    if last_row - first_row == len(members) - 1:
-        rows = slice(first_row, last_row + 1)
-    else:
-        rows = torch.tensor([query_start_loc[index] for index in members])
-    if len(members) == 1:
-        return _Group(
-            rows=rows,
-            blocks=tables[0],
-            num_seqs=1,
-            query_len=1,
-            first_key=oldest[0] % block_size,
-            num_keys=seq_lens[members[0]] - oldest[0],
-            mask=None,
-            is_causal=False,
-        )
-    # Padding gathers block 0: whatever it holds is finite and masked.
-    blocks = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
-    num_keys = blocks.shape[1] * block_size
-    first_visible = torch.tensor([first % block_size for first in oldest])[:, None]
-    num_visible = torch.tensor([seq_lens[i] - first for i, first in zip(members, oldest, strict=True)])[
-        :, None
-    ]
-    distance = torch.arange(num_keys)[None, :] - first_visible
-    mask = _additive((distance < 0) | (distance >= num_visible), dtype)
-    return _Group(
-        rows=rows,
-        blocks=blocks.flatten(),
-        num_seqs=len(members),
-        query_len=1,
-        first_key=0,
-        num_keys=num_keys,
-        mask=mask[:, None, None, :],
-        is_causal=False,
-    )
+def _as_slice(blocks: Sequence[int]) -> Tensor | slice:
+    ids = np.array(blocks, np.int64)
+    if np.array_equal(ids, np.arange(ids[0], ids[0] + len(ids))):
+        return slice(int(ids[0]), int(ids[0]) + len(ids))
+    return torch.from_numpy(ids)

@@ -10,6 +10,7 @@ from workers.roofline import DEVICES, MODELS, DType, Roofline
 from workers.scheduler_config import SchedulerConfig
 
 RUNNERS = ("torch", "simulated")
+LINEAR_MODES = ("auto", "int8", "weight_only", "bf16")  # as workers.models.linear_choice, without torch
 NO_PREFIX_CACHING = "off"
 PREFIX_CACHING = (*PrefixSharing, NO_PREFIX_CACHING)
 
@@ -32,6 +33,9 @@ class WorkerConfig(CommonConfig):
     simulated_compute_dtype: str = setting("bf16", doc="What its matrices are multiplied in: bf16 or fp8.")
     simulated_speed: float = setting(
         1.0, doc="How many times faster than the simulated GPUs it goes; 0 is no delay at all."
+    )
+    linear: str = setting(
+        "auto", doc="How the fast mode multiplies: auto (what is fastest here), int8, weight_only, or bf16."
     )
     threads: int | None = setting(None, doc="Threads of torch; empty: as many as there are cores.")
     kv_memory_mib: int | None = setting(
@@ -75,6 +79,8 @@ class WorkerConfig(CommonConfig):
         found = super().errors()
         if self.slot >= self.worker_slots:
             found.append(f"HEADRACE_SLOT is {self.slot}, but HEADRACE_WORKER_SLOTS is {self.worker_slots}")
+        if self.linear not in LINEAR_MODES:
+            found.append(f"HEADRACE_LINEAR must be one of {', '.join(LINEAR_MODES)}, got {self.linear!r}")
         if self.runner not in RUNNERS:
             found.append(f"HEADRACE_RUNNER must be {' or '.join(RUNNERS)}, got {self.runner!r}")
         for name in ("kv_memory_mib", "outbox_records", "start_s", "drain_s", "send_s"):

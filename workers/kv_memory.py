@@ -45,6 +45,7 @@ class KVMemory:
             shape = (num_layers, count, *block_shape)
             return KVCache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
 
+        self.num_blocks = num_blocks
         self.device = allocate(num_blocks)
         self.host = allocate(num_host_blocks)
         self._device_bytes = _bytes(self.device)

@@ -67,6 +67,7 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
             max_model_len=scheduler_config.max_model_len,
             deterministic=config.deterministic,
             num_threads=config.threads,
+            linear=config.linear,
             eos_token_ids=frozenset(spec.eos_token_ids),
         )
         vocab_size = runner.vocab_size

@@ -56,7 +56,7 @@ class Sequences:
 
     def cpu(self, sliding_window: int | None) -> Tensor:
         plan = plan_paged_attention(
-            self.tables,
+            [table.tolist() for table in self.tables],
             self.seq_lens,
             self.query_start_loc,
             BLOCK_SIZE,
@@ -109,9 +109,10 @@ def test_reference_and_cpu_kernel_equal_unpaged_attention(
     torch.testing.assert_close(sequences.cpu(sliding_window), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("sliding_window", [None, 100])
-def test_bf16_is_as_exact_as_its_rounding(sliding_window: int | None) -> None:
-    sequences = Sequences(BATCHES["mixed"], 4, 1, torch.bfloat16)
+@pytest.mark.parametrize("sliding_window", [None, 1, 100])
+@pytest.mark.parametrize("heads", [(4, 1), (7, 1), (6, 2), (3, 3)], ids=str)
+def test_bf16_is_as_exact_as_its_rounding(heads: tuple[int, int], sliding_window: int | None) -> None:
+    sequences = Sequences(BATCHES["mixed"], *heads, torch.bfloat16)
     expected = sequences.reference(sliding_window).float()
     difference = sequences.cpu(sliding_window).float() - expected
     relative_rmse = (difference.square().mean() / expected.square().mean()).sqrt().item()

@@ -14,7 +14,6 @@ from kernels.rms_norm_ref import rms_norm_ref
 from kernels.rotary_embedding_ref import cos_sin_cache, rotary_embedding_ref
 from workers.models.gemma_weights import GemmaWeights
 from workers.models.layers import Attention, Linear
-from workers.weights.gguf import GGUFFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +33,11 @@ class _Layer:
 class GemmaModel:
     """A loaded model. Immutable: all state of requests is in the KV cache."""
 
-    def __init__(self, gguf: GGUFFile, max_model_len: int | None = None) -> None:
+    def __init__(self, weights: GemmaWeights, max_model_len: int | None = None) -> None:
         """Dequantizes all weights to fp32; `max_model_len` in tokens, at most the model's.
 
         Raises GGUFError when a tensor is missing or has another shape than the metadata says.
         """
-        weights = GemmaWeights(gguf)
         self.config = config = weights.config
         self.max_model_len = min(max_model_len or config.context_length, config.context_length)
         self.vocab_size = weights.vocab_size

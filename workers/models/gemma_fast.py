@@ -14,15 +14,15 @@ from torch import Tensor
 from kernels.activations import Activations
 from kernels.add_rms_norm import add_rms_norm
 from kernels.gelu_and_mul_quantize import gelu_and_mul_quantize
-from kernels.paged_attention_cpu import PagedAttentionPlan, paged_attention_cpu
+from kernels.paged_attention_cpu import PagedAttentionPlan, paged_attention_cpu, plan_paged_attention
 from kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from kernels.quantize_rows import quantize_rows
 from kernels.rotary_embedding_ref import cos_sin_cache
+from workers.model_step import BLOCK_SIZE, ModelStep
 from workers.models.embedding_table import BlockQuantizedTable, quantize_table
 from workers.models.fast_linear import FastLinear, LinearKinds
 from workers.models.gemma_weights import GemmaWeights
 from workers.models.layers import KVCache
-from workers.weights.gguf import GGUFFile
 
 # Rows of the output matrix in one product: its result stays in the cache until it is scaled, and the memory
 # of the last one is used again. In one piece, 32 rows of a vocabulary of 262,144 are 33 MB of page faults.
@@ -46,26 +46,33 @@ class _Layer:
     post_feedforward_norm: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class FastStep:
-    """The tokens of one step. plans: one for each kind of layer, by its sliding window."""
-
-    token_ids: Tensor  # int64 [num_tokens]
-    positions: Tensor  # int64 [num_tokens]
-    slot_mapping: Tensor  # int64 [num_tokens]
-    sampled_rows: Tensor  # int64 [sequences that sample]
-    plans: dict[int | None, PagedAttentionPlan]
+def gemma_shapes(weights: GemmaWeights) -> list[tuple[int, int]]:
+    """The shapes (out_features, in_features) of all matrices that `FastGemmaModel` multiplies with."""
+    config = weights.config
+    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    vocabulary_pieces = {
+        (min(_VOCABULARY_PIECE, weights.vocab_size - start), config.hidden_size)
+        for start in range(0, weights.vocab_size, _VOCABULARY_PIECE)
+    }
+    return [
+        (query_size + 2 * kv_size, config.hidden_size),
+        (config.hidden_size, query_size),
+        (2 * config.intermediate_size, config.hidden_size),
+        (config.hidden_size, config.intermediate_size),
+        *sorted(vocabulary_pieces),
+    ]
 
 
 class FastGemmaModel:
     """A loaded model. Immutable but for the buffer of the logits: for one thread."""
 
-    def __init__(self, gguf: GGUFFile, choose_kinds: ChooseKinds, max_model_len: int | None = None) -> None:
+    def __init__(
+        self, weights: GemmaWeights, choose_kinds: ChooseKinds, max_model_len: int | None = None
+    ) -> None:
         """`max_model_len` in tokens, at most the model's.
 
         Raises GGUFError when a tensor is missing or has another shape than the metadata says.
         """
-        weights = GemmaWeights(gguf)
         self.config = config = weights.config
         self.max_model_len = min(max_model_len or config.context_length, config.context_length)
         self.vocab_size = weights.vocab_size
@@ -86,13 +93,14 @@ class FastGemmaModel:
         }
         self._logits = torch.empty(0, self.vocab_size)
 
-    def compute_logits(self, step: FastStep, cache: KVCache) -> Tensor:
+    def compute_logits(self, step: ModelStep, cache: KVCache) -> Tensor:
         """Stores the KV of all tokens and computes the logits of the sequences that sample.
 
         Returns fp32 [sequences that sample, vocab_size], which the next call overwrites. Token ids, positions
         and slots must be in range: nobody checks them here.
         """
         epsilon = self.config.rms_norm_epsilon
+        plans = self._plan(step)
         hidden = self._embedding.rows(step.token_ids).mul_(sqrt(self.config.hidden_size))
         x: Activations | None = None
         for index, layer in enumerate(self._layers):
@@ -117,7 +125,7 @@ class FastGemmaModel:
                 values,
                 epsilon,
             )
-            attended = paged_attention_cpu(query, keys, values, step.plans[layer.sliding_window], scale=1.0)
+            attended = paged_attention_cpu(query, keys, values, plans[layer.sliding_window], scale=1.0)
             attended = attended.flatten(1)
             if layer is self._layers[-1]:
                 # From here on only what is sampled is of use.
@@ -145,6 +153,15 @@ class FastGemmaModel:
                 next_linear.input_dtype(num_rows),
             )
         return self._project(x, len(step.sampled_rows))
+
+    def _plan(self, step: ModelStep) -> dict[int | None, PagedAttentionPlan]:
+        """One plan for each kind of layer, by its sliding window."""
+        return {
+            window: plan_paged_attention(
+                step.block_tables, step.seq_lens, step.query_start_loc, BLOCK_SIZE, torch.bfloat16, window
+            )
+            for window in self._cos_sin
+        }
 
     def _after(self, index: int) -> tuple[Tensor, FastLinear]:
         """The norm and the matrix that follow on layer `index`."""

@@ -1,0 +1,54 @@
+"""Times every way to multiply with matrices of given shapes, and prints each result as soon as it is there.
+
+Run as a process of its own (see `linear_choice`):  python -m workers.models.linear_timing THREADS OUTxIN ...
+"""
+
+import json
+import sys
+import time
+
+import torch
+
+from kernels.activations import Activations
+from workers.models.fast_linear import ROW_BUCKETS, FastLinear, LinearKind, same_kind
+
+# A kind and a number of rows are timed for this long, at most for so many calls; the first is not counted.
+_TIMING_S = 0.03
+_MOST_CALLS = 20
+# What is sure to work comes first: nothing is measured after a call that does not return.
+_ORDER = (LinearKind.BF16, LinearKind.WEIGHT_ONLY, LinearKind.INT8)
+
+
+@torch.inference_mode()
+def main(arguments: list[str]) -> None:
+    torch.set_num_threads(int(arguments[0]))
+    print(json.dumps({"started": True}), flush=True)
+    for kind in _ORDER:
+        for argument in arguments[1:]:
+            out_features, in_features = map(int, argument.split("x"))
+            weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0))
+            try:
+                linear = FastLinear(weight, same_kind(kind), torch.float32)
+                seconds = [_time(linear, num_rows) for num_rows in ROW_BUCKETS]
+            except (RuntimeError, AttributeError, NotImplementedError) as error:  # not on this machine
+                print(json.dumps({"kind": kind, "shape": argument, "error": str(error)[:200]}), flush=True)
+            else:
+                print(json.dumps({"kind": kind, "shape": argument, "seconds": seconds}), flush=True)
+
+
+def _time(linear: FastLinear, num_rows: int) -> float:
+    """Seconds of the fastest call."""
+    values = torch.ones(num_rows, linear.in_features, dtype=linear.input_dtype(num_rows))
+    x = Activations(values, torch.ones(num_rows))
+    linear(x)
+    times: list[float] = []
+    end = time.perf_counter() + _TIMING_S
+    while len(times) < _MOST_CALLS and (not times or time.perf_counter() < end):
+        began = time.perf_counter()
+        linear(x)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
