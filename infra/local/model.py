@@ -190,7 +190,7 @@ def _install(target: Path) -> None:
 def _write_tokenizer_and_spec(folder: Path) -> None:
     # Imported where they are used: a warm start must not pay for them.
     from infra.local.spm_tokenizer import build_tokenizer
-    from workers.models.gemma import ARCHITECTURE, GemmaConfig
+    from workers.models.gemma_config import ARCHITECTURE, GemmaConfig
     from workers.weights.gguf import GGUFFile
 
     with GGUFFile(folder / "model.gguf") as gguf:

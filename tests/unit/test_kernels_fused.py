@@ -128,9 +128,10 @@ def test_qk_norm_rope_cache(heads: tuple[int, int], num_tokens: int) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
     positions = torch.randint(0, 500, (num_tokens,), generator=generator)
     slots = torch.randperm(20 * block_size, generator=generator)[:num_tokens]
-    pools = [random(20, block_size, num_kv_heads, head_dim, dtype=torch.bfloat16) for _ in range(4)]
-    actual = qk_norm_rope_cache(qkv, qk_norm, cos_sin, positions, slots, *pools[:2], 1e-6)
-    expected = qk_norm_rope_cache_ref(qkv, qk_norm, cos_sin, positions, slots, *pools[2:], 1e-6)
+    keys, values = (random(20, block_size, num_kv_heads, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    keys_ref, values_ref = keys.clone(), values.clone()
+    actual = qk_norm_rope_cache(qkv, qk_norm, cos_sin, positions, slots, keys, values, 1e-6)
+    expected = qk_norm_rope_cache_ref(qkv, qk_norm, cos_sin, positions, slots, keys_ref, values_ref, 1e-6)
     torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(pools[0], pools[2], rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(pools[1], pools[3], rtol=0, atol=0)
+    torch.testing.assert_close(keys, keys_ref, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(values, values_ref, rtol=0, atol=0)
