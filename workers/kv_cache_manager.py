@@ -59,7 +59,7 @@ class KVCacheManager:
         needed = self.num_blocks_for(num_tokens)
         if request.block_table:
             return max(0, needed - len(request.block_table))
-        cached = self._find(request)
+        cached = self._find_swapped(request) if request.host_block_table else self._find(request)
         return max(needed, len(cached)) - len(cached) + self.pool.num_free_among(cached)
 
     def next_block_hash(self, request: Request, index: int) -> bytes | None:
@@ -144,7 +144,7 @@ class KVCacheManager:
         device blocks are free. The host blocks stay taken until `release_swapped_in`.
         """
         host_blocks = request.host_block_table
-        cached = self._find(request)[: request.num_computed_tokens // self.block_size]
+        cached = self._find_swapped(request)
         num_new = len(host_blocks) - len(cached)
         if num_new + self.pool.num_free_among(cached) > self.pool.num_free_blocks:
             return None
@@ -189,6 +189,10 @@ class KVCacheManager:
         num_blocks = (request.num_tokens - 1) // self.block_size
         hashes = self._hashes(request, num_blocks)
         return self.pool.find(hashes if len(hashes) == num_blocks else hashes[:num_blocks])
+
+    def _find_swapped(self, request: Request) -> list[int]:
+        """Of these, the blocks that a swapped request had computed in full: it writes on in the next one."""
+        return self._find(request)[: request.num_computed_tokens // self.block_size]
 
     def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
         """The request's block hashes, at least `num_blocks` of them."""

@@ -256,6 +256,21 @@ def test_swap_in_takes_what_the_cache_still_holds_from_there() -> None:
     assert len(pairs) == 1
 
 
+def test_a_swapped_request_takes_no_cached_block_for_one_that_it_has_not_filled() -> None:
+    manager = make_manager(num_blocks=6, num_host_blocks=3)
+    request = compute(manager, make_request([*PREFIX, 1]), 40)
+    assert manager.swap_out(request) is not None
+    other = compute(manager, make_request([*PREFIX, 2]))  # fills the third block, and holds it
+    before = manager.num_free_blocks
+    assert manager.num_new_blocks_for(request, 40) == 1
+    pairs = manager.swap_in(request)
+    assert manager.num_free_blocks == before - 1
+    assert pairs is not None
+    assert len(pairs) == 1
+    assert request.block_table[:2] == other.block_table[:2]
+    assert request.block_table[2] != other.block_table[2]
+
+
 def test_blocks_that_a_swap_fills_are_found_only_after_the_step() -> None:
     manager = make_manager(num_blocks=5, num_host_blocks=3)
     request = compute(manager, make_request([*PREFIX, 1]), 48)

@@ -248,4 +248,4 @@ def check_pool(pool: BlockPool, tables: list[list[int]]) -> None:
 
 
 TestPrefixCache = PrefixCacheMachine.TestCase
-TestPrefixCache.settings = settings(stateful_step_count=40)
+TestPrefixCache.settings = settings(max_examples=200, stateful_step_count=40)
