@@ -1,33 +1,87 @@
 """What a matrix product takes and gives: rows of numbers, each row with a scale of its own."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 ZERO_POINT = 128
+# What one step of the first plane is cut into by the second: its rounding error, ±1/2, becomes ±127.
+PLANE_RATIO = 254
+
+
+class Format(IntEnum):
+    """How rows are written for a matrix.
+
+    Rotated ones (see `rotate_rows_ref`) are for matrices that are rotated too. INT8_PAIR has two planes: what
+    the first loses to rounding is in the second, so a row is exact to 16 bits, for one more product.
+    """
+
+    BF16 = 0
+    ROTATED_BF16 = 1
+    ROTATED_INT8 = 2
+    ROTATED_INT8_PAIR = 3
+    FP32 = 4
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return _DTYPES[self]
+
+    @property
+    def planes(self) -> int:
+        """How many rows of values stand for one."""
+        return 2 if self is Format.ROTATED_INT8_PAIR else 1
+
+
+_DTYPES = {
+    Format.BF16: torch.bfloat16,
+    Format.ROTATED_BF16: torch.bfloat16,
+    Format.ROTATED_INT8: torch.uint8,
+    Format.ROTATED_INT8_PAIR: torch.uint8,
+    Format.FP32: torch.float32,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
     """Rows that a matrix is multiplied with, or that came out of it. Row i stands for `row * scales[i]`.
 
-    values: uint8 with zero point 128, bf16 or fp32, [num_rows, dim]; scales: fp32 [num_rows]. Rows of floats
-    that were not quantized have scale 1. What is linear commutes with the scale: the product of quantized
-    rows keeps theirs.
+    values: uint8 with zero point 128, bf16 or fp32, [planes * num_rows, dim]; scales: fp32 [num_rows]. With
+    two planes a row is the sum of values[i] and values[num_rows + i] / 254. Rows of floats that were not
+    quantized have scale 1. What is linear commutes with scales and planes: a product of such rows has the
+    same.
     """
 
     values: Tensor
     scales: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.scales.shape[0]
+
+    @property
+    def planes(self) -> int:
+        return self.values.shape[0] // self.scales.shape[0] if self.scales.shape[0] else 1
 
     def dequantize(self) -> Tensor:
         """fp32 [num_rows, dim]."""
         values = self.values.to(torch.float32)
         if self.values.dtype is torch.uint8:
             values = values - ZERO_POINT
+        if self.planes == 2:
+            values = values[: self.num_rows] + values[self.num_rows :] / PLANE_RATIO
         return values * self.scales[:, None]
 
+    def select(self, rows: Tensor) -> "Activations":
+        """Some of the rows. rows: int64."""
+        if self.planes == 2:
+            both = torch.cat((rows, rows + self.num_rows))
+            return Activations(self.values.index_select(0, both), self.scales.index_select(0, rows))
+        return Activations(self.values.index_select(0, rows), self.scales.index_select(0, rows))
 
-def empty_activations(num_rows: int, dim: int, dtype: torch.dtype) -> Activations:
-    """For a kernel to fill. `dtype`: uint8, bf16 or fp32."""
-    return Activations(torch.empty(num_rows, dim, dtype=dtype), torch.empty(num_rows))
+
+def empty_activations(num_rows: int, dim: int, form: Format) -> Activations:
+    """For a kernel to fill."""
+    return Activations(torch.empty(form.planes * num_rows, dim, dtype=form.dtype), torch.empty(num_rows))

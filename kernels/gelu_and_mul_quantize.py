@@ -1,11 +1,10 @@
 """Gemma's gated activation and the quantization of its result, in one pass over each row."""
 
 import numpy as np
-import torch
 
-from kernels.activations import Activations, empty_activations
-from kernels.native import bf16s, claim, compiled, exp, floats, from_bf16, int64s
-from kernels.quantize_rows import store_row
+from kernels.activations import Activations, Format, empty_activations
+from kernels.native import claim, compiled, exp, int64s
+from kernels.quantize_rows import load_row, store_row
 from kernels.team import FIRST_ARGUMENT, Kernel
 
 _NS_PER_ELEMENT = 1.0
@@ -18,47 +17,58 @@ _CUBIC = np.float32(-1.5957691216057308 * 0.044715)
 
 @compiled
 def gelu_and_mul_range(
-    start: int, end: int, x: int, x_scales: int, dim: int, values: int, scales: int, quantizes: int
+    start: int,
+    end: int,
+    num_rows: int,
+    x: int,
+    x_scales: int,
+    x_planes: int,
+    dim: int,
+    values: int,
+    scales: int,
+    form: int,
 ) -> None:
     """Rows start … end - 1; see `gelu_and_mul_quantize`."""
-    activated = np.empty(dim, np.float32)
+    gates, ups = np.empty(dim, np.float32), np.empty(dim, np.float32)
     for index in range(start, end):
-        gates = bf16s(x + 4 * index * dim, dim)
-        ups = bf16s(x + 4 * index * dim + 2 * dim, dim)
-        scale = floats(x_scales + 4 * index, 1)[0]
+        load_row(gates, index, num_rows, x, x_scales, x_planes, 0, 2 * dim)
+        load_row(ups, index, num_rows, x, x_scales, x_planes, dim, 2 * dim)
         for i in range(dim):
-            gate = from_bf16(gates[i]) * scale
+            gate = gates[i]
             exponent = gate * (_LINEAR + _CUBIC * gate * gate)
-            activated[i] = gate * (from_bf16(ups[i]) * scale) / (_ONE + exp(exponent))
-        store_row(activated, index, values, scales, quantizes)
+            ups[i] = gate * ups[i] / (_ONE + exp(exponent))
+        store_row(ups, index, num_rows, values, scales, form)
 
 
 def _body(address: int) -> None:
-    words = int64s(address, FIRST_ARGUMENT + 6)
+    words = int64s(address, FIRST_ARGUMENT + 7)
     start = claim(address, words[2])
     while start < words[1]:
         end = min(start + words[2], words[1])
-        gelu_and_mul_range(start, end, words[3], words[4], words[5], words[6], words[7], words[8])
+        gelu_and_mul_range(
+            start, end, words[1], words[3], words[4], words[5], words[6], words[7], words[8], words[9]
+        )
         start = claim(address, words[2])
 
 
 _kernel = Kernel(_body)
 
 
-def gelu_and_mul_quantize(x: Activations, dtype: torch.dtype) -> Activations:
+def gelu_and_mul_quantize(x: Activations, form: Format) -> Activations:
     """See `gelu_and_mul_quantize_ref`. x's values are contiguous bf16."""
-    num_rows, dim = x.values.shape[0], x.values.shape[1] // 2
-    out = empty_activations(num_rows, dim, dtype)
+    num_rows, dim = x.num_rows, x.values.shape[1] // 2
+    out = empty_activations(num_rows, dim, form)
     _kernel(
         num_rows,
         dim * _NS_PER_ELEMENT,
         (
             x.values.data_ptr(),
             x.scales.data_ptr(),
+            x.planes,
             dim,
             out.values.data_ptr(),
             out.scales.data_ptr(),
-            dtype is torch.uint8,
+            form,
         ),
     )
     return out

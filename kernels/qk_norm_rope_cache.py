@@ -5,17 +5,9 @@ import torch
 from torch import Tensor
 
 from kernels.activations import Activations
-from kernels.add_rms_norm import inverse_rms
-from kernels.native import (
-    bf16s,
-    claim,
-    compiled,
-    float32_of_word,
-    floats,
-    from_bf16,
-    int64s,
-    to_bf16,
-)
+from kernels.add_rms_norm import inverse_rms, sum_of_squares
+from kernels.native import bf16s, claim, compiled, float32_of_word, floats, int64s, to_bf16
+from kernels.quantize_rows import load_row
 from kernels.team import FIRST_ARGUMENT, Kernel, float_word
 
 _NS_PER_ELEMENT = 1.0
@@ -25,8 +17,10 @@ _NS_PER_ELEMENT = 1.0
 def qk_norm_rope_cache_range(
     start: int,
     end: int,
+    num_tokens: int,
     qkv: int,
     qkv_scales: int,
+    qkv_planes: int,
     qk_norm: int,
     cos_sin: int,
     positions: int,
@@ -43,20 +37,17 @@ def qk_norm_rope_cache_range(
     epsilon = float32_of_word(epsilon_word)
     half = head_dim // 2
     width = (num_heads + 2 * num_kv_heads) * head_dim
+    row = np.empty(width, np.float32)
     for index in range(start, end):
-        scale = floats(qkv_scales + 4 * index, 1)[0]
+        load_row(row, index, num_tokens, qkv, qkv_scales, qkv_planes, 0, width)
         position = int64s(positions + 8 * index, 1)[0]
         slot = int64s(slot_mapping + 8 * index, 1)[0]
         cosines = floats(cos_sin + 4 * position * head_dim, half)
         sines = floats(cos_sin + 4 * position * head_dim + 4 * half, half)
         for head in range(num_heads + num_kv_heads):
-            source = qkv + 2 * (index * width + head * head_dim)
-            first, second = bf16s(source, half), bf16s(source + 2 * half, half)
-            total = np.float32(0.0)
-            for i in range(half):
-                a, b = from_bf16(first[i]), from_bf16(second[i])
-                total += a * a + b * b
-            factor = scale * inverse_rms(total * scale * scale, head_dim, epsilon)
+            first = row[head * head_dim : head * head_dim + half]
+            second = row[head * head_dim + half : (head + 1) * head_dim]
+            factor = inverse_rms(sum_of_squares(first) + sum_of_squares(second), head_dim, epsilon)
             if head < num_heads:
                 target = query + 2 * (index * num_heads + head) * head_dim
             else:
@@ -65,25 +56,26 @@ def qk_norm_rope_cache_range(
             weights = qk_norm + 4 * head * head_dim
             low_weights, high_weights = floats(weights, half), floats(weights + 4 * half, half)
             for i in range(half):
-                a = from_bf16(first[i]) * factor * low_weights[i]
-                b = from_bf16(second[i]) * factor * high_weights[i]
+                a = first[i] * factor * low_weights[i]
+                b = second[i] * factor * high_weights[i]
                 low[i] = to_bf16(a * cosines[i] - b * sines[i])
                 high[i] = to_bf16(b * cosines[i] + a * sines[i])
         kv_dim = num_kv_heads * head_dim
-        new = bf16s(qkv + 2 * (index * width + (num_heads + num_kv_heads) * head_dim), kv_dim)
+        new = row[(num_heads + num_kv_heads) * head_dim :]
         stored = bf16s(value_cache + 2 * slot * kv_dim, kv_dim)
         for i in range(kv_dim):
-            stored[i] = to_bf16(from_bf16(new[i]) * scale)
+            stored[i] = to_bf16(new[i])
 
 
 def _body(address: int) -> None:
-    words = int64s(address, FIRST_ARGUMENT + 13)
+    words = int64s(address, FIRST_ARGUMENT + 14)
     start = claim(address, words[2])
     while start < words[1]:
         end = min(start + words[2], words[1])
         qk_norm_rope_cache_range(
             start,
             end,
+            words[1],
             words[3],
             words[4],
             words[5],
@@ -97,6 +89,7 @@ def _body(address: int) -> None:
             words[13],
             words[14],
             words[15],
+            words[16],
         )
         start = claim(address, words[2])
 
@@ -128,6 +121,7 @@ def qk_norm_rope_cache(
         (
             qkv.values.data_ptr(),
             qkv.scales.data_ptr(),
+            qkv.planes,
             qk_norm.data_ptr(),
             cos_sin.data_ptr(),
             positions.data_ptr(),

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.activations import Activations, empty_activations
+from kernels.activations import PLANE_RATIO, Activations, Format, empty_activations
 from kernels.native import (
     bf16s,
     bytes_at,
@@ -23,53 +23,90 @@ from kernels.native import (
 from kernels.rotate_rows import rotate_row
 from kernels.team import FIRST_ARGUMENT, Kernel
 
-_NS_PER_ELEMENT = 0.3
+_NS_PER_ELEMENT = 0.4
 
 _ONE = np.float32(1.0)
 _ZERO = np.float32(0.0)
 _LARGEST = np.float32(127.0)
 _ZERO_POINT = np.float32(128.0)
+_PLANE_RATIO = np.float32(PLANE_RATIO)
+_BF16, _INT8, _PAIR, _FP32 = (
+    int(form) for form in (Format.BF16, Format.ROTATED_INT8, Format.ROTATED_INT8_PAIR, Format.FP32)
+)
 
 
 @inlined
-def store_row(row: Any, index: int, values: int, scales: int, quantizes: int) -> None:
-    """Writes an fp32 row, which it may change, to row `index` of activations at `values` and `scales`."""
+def store_row(row: Any, index: int, num_rows: int, values: int, scales: int, form: int) -> None:
+    """Writes an fp32 row, which it may change, to row `index` of `num_rows` activations at `values` and
+    `scales`, in the Format whose number is `form`."""
     dim = row.shape[0]
     scale = floats(scales + 4 * index, 1)
-    if quantizes:
+    if form != _BF16 and form != _FP32:
         rotate_row(row.ctypes.data, dim)
+    if form in (_INT8, _PAIR):
         maximum_bits = np.uint32(0)
         for i in range(dim):
             maximum_bits = np.uint32(max(maximum_bits, magnitude_bits(row[i])))
         maximum = magnitude_of(maximum_bits)
         scale[0] = maximum / _LARGEST
         factor = _LARGEST / maximum if maximum != _ZERO else _ZERO
-        quantized = bytes_at(values + index * dim, dim)
+        first = bytes_at(values + index * dim, dim)
+        if form == _INT8:
+            for i in range(dim):
+                first[i] = np.uint8(np.int32(np.rint(row[i] * factor) + _ZERO_POINT))
+        else:
+            second = bytes_at(values + (num_rows + index) * dim, dim)
+            for i in range(dim):
+                scaled = row[i] * factor
+                rounded = np.rint(scaled)
+                first[i] = np.uint8(np.int32(rounded + _ZERO_POINT))
+                second[i] = np.uint8(np.int32(np.rint((scaled - rounded) * _PLANE_RATIO) + _ZERO_POINT))
+        return
+    scale[0] = _ONE
+    if form == _FP32:
+        exact = floats(values + 4 * index * dim, dim)
         for i in range(dim):
-            quantized[i] = np.uint8(np.int32(np.rint(row[i] * factor) + _ZERO_POINT))
+            exact[i] = row[i]
     else:
-        scale[0] = _ONE
-        rounded = bf16s(values + 2 * index * dim, dim)
+        short = bf16s(values + 2 * index * dim, dim)
         for i in range(dim):
-            rounded[i] = to_bf16(row[i])
+            short[i] = to_bf16(row[i])
+
+
+@inlined
+def load_row(
+    row: Any, index: int, num_rows: int, values: int, scales: int, planes: int, start: int, width: int
+) -> None:
+    """Reads what a matrix gave, bf16 with a scale for each row: the values from `start` on of row `index`,
+    where rows have `width`, into an fp32 row."""
+    scale = floats(scales + 4 * index, 1)[0]
+    first = bf16s(values + 2 * (index * width + start), row.shape[0])
+    if planes == 2:
+        second = bf16s(values + 2 * ((num_rows + index) * width + start), row.shape[0])
+        second_scale = scale / _PLANE_RATIO
+        for i in range(row.shape[0]):
+            row[i] = from_bf16(first[i]) * scale + from_bf16(second[i]) * second_scale
+    else:
+        for i in range(row.shape[0]):
+            row[i] = from_bf16(first[i]) * scale
 
 
 @compiled
 def quantize_range(
-    start: int, end: int, x: int, x_is_bf16: int, dim: int, values: int, scales: int, quantizes: int
+    start: int, end: int, num_rows: int, x: int, x_is_bf16: int, dim: int, values: int, scales: int, form: int
 ) -> None:
     """Rows start … end - 1; see `quantize_rows`."""
-    converted = np.empty(dim, np.float32)
+    row = np.empty(dim, np.float32)
     for index in range(start, end):
         if x_is_bf16:
-            source = bf16s(x + 2 * index * dim, dim)
+            short = bf16s(x + 2 * index * dim, dim)
             for i in range(dim):
-                converted[i] = from_bf16(source[i])
+                row[i] = from_bf16(short[i])
         else:
-            floats_in = floats(x + 4 * index * dim, dim)
+            exact = floats(x + 4 * index * dim, dim)
             for i in range(dim):
-                converted[i] = floats_in[i]
-        store_row(converted, index, values, scales, quantizes)
+                row[i] = exact[i]
+        store_row(row, index, num_rows, values, scales, form)
 
 
 def _body(address: int) -> None:
@@ -77,17 +114,17 @@ def _body(address: int) -> None:
     start = claim(address, words[2])
     while start < words[1]:
         end = min(start + words[2], words[1])
-        quantize_range(start, end, words[3], words[4], words[5], words[6], words[7], words[8])
+        quantize_range(start, end, words[1], words[3], words[4], words[5], words[6], words[7], words[8])
         start = claim(address, words[2])
 
 
 _kernel = Kernel(_body)
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype) -> Activations:
-    """See `quantize_rows_ref`. x: contiguous; dtype: uint8 or bf16."""
+def quantize_rows(x: Tensor, form: Format) -> Activations:
+    """See `quantize_rows_ref`. x: contiguous."""
     num_rows, dim = x.shape
-    out = empty_activations(num_rows, dim, dtype)
+    out = empty_activations(num_rows, dim, form)
     _kernel(
         num_rows,
         dim * _NS_PER_ELEMENT,
@@ -97,7 +134,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> Activations:
             dim,
             out.values.data_ptr(),
             out.scales.data_ptr(),
-            dtype is torch.uint8,
+            form,
         ),
     )
     return out

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.activations import Activations
+from kernels.activations import PLANE_RATIO, Activations, Format
 from kernels.add_rms_norm import add_rms_norm
 from kernels.add_rms_norm_ref import add_rms_norm_ref
 from kernels.gelu_and_mul_quantize import gelu_and_mul_quantize
@@ -20,7 +20,7 @@ from kernels.rotate_rows_ref import rotate_rows_ref, rotation_group
 # Rows on one thread and on the team; dims with whole groups of 128, smaller ones, and none.
 SHAPES = [(1, 640), (3, 96), (5, 33), (33, 2048), (300, 640)]
 # A value that lies between two steps may round to either.
-TOLERANCE = {torch.uint8: 1.01, torch.bfloat16: 0.0, torch.float32: 0.0}
+TOLERANCE = {torch.uint8: 1.1, torch.bfloat16: 0.0, torch.float32: 0.0}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -36,10 +36,12 @@ def assert_same(actual: Activations, expected: Activations) -> None:
     assert actual.values.dtype == expected.values.dtype
     torch.testing.assert_close(actual.scales, expected.scales, rtol=1e-5, atol=0)
     difference = actual.values.float() - expected.values.float()
+    if actual.planes == 2:  # a step more in the one is 254 less in the other
+        difference = (actual.dequantize() - expected.dequantize()) / expected.scales[:, None] * PLANE_RATIO
     tolerance = TOLERANCE[actual.values.dtype]
     if tolerance:
         assert difference.abs().max() <= tolerance
-        assert (difference != 0).float().mean() < 0.01
+        assert (difference.abs() > 0.5).float().mean() < 0.01
     else:
         torch.testing.assert_close(actual.values.float(), expected.values.float(), rtol=1e-2, atol=1e-5)
     spread = expected.dequantize().square().mean().sqrt()
@@ -74,19 +76,19 @@ def test_rotation_refuses_what_it_cannot_change_in_place() -> None:
             rotate_rows_(x)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("form", Format)
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_quantize_rows(shape: tuple[int, int], source: torch.dtype, dtype: torch.dtype) -> None:
+def test_quantize_rows(shape: tuple[int, int], source: torch.dtype, form: Format) -> None:
     x = random(*shape, dtype=source)
     before = x.clone()
-    assert_same(quantize_rows(x, dtype), quantize_rows_ref(x, dtype))
+    assert_same(quantize_rows(x, form), quantize_rows_ref(x, form))
     assert torch.equal(x, before)
 
 
 def test_a_row_of_zeros_is_zero_and_not_nan() -> None:
-    quantized = quantize_rows(torch.zeros(2, 640), torch.uint8)
-    expected = quantize_rows_ref(torch.zeros(2, 640), torch.uint8)
+    quantized = quantize_rows(torch.zeros(2, 640), Format.ROTATED_INT8)
+    expected = quantize_rows_ref(torch.zeros(2, 640), Format.ROTATED_INT8)
     for each in (quantized, expected):
         assert torch.equal(each.dequantize(), torch.zeros(2, 640))
 
@@ -95,26 +97,26 @@ def test_a_row_of_zeros_is_zero_and_not_nan() -> None:
 def test_what_is_not_finite_is_not_hidden(number: float) -> None:
     x = random(1, 640)
     x[0, 5] = number
-    assert not torch.isfinite(quantize_rows(x, torch.uint8).dequantize()).any()
+    assert not torch.isfinite(quantize_rows(x, Format.ROTATED_INT8).dequantize()).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", Format)
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_add_rms_norm(shape: tuple[int, int], adds: bool, dtype: torch.dtype) -> None:
+def test_add_rms_norm(shape: tuple[int, int], adds: bool, form: Format) -> None:
     branch = scaled(*shape) if adds else None
     weights = random(shape[1]), random(shape[1]).flip(0)
     actual_hidden, expected_hidden = random(*shape), random(*shape)
-    actual = add_rms_norm(actual_hidden, branch, *weights, 1e-6, dtype)
-    assert_same(actual, add_rms_norm_ref(expected_hidden, branch, *weights, 1e-6, dtype))
+    actual = add_rms_norm(actual_hidden, branch, *weights, 1e-6, form)
+    assert_same(actual, add_rms_norm_ref(expected_hidden, branch, *weights, 1e-6, form))
     torch.testing.assert_close(actual_hidden, expected_hidden, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("form", Format)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gelu_and_mul_quantize(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_gelu_and_mul_quantize(shape: tuple[int, int], form: Format) -> None:
     x = scaled(shape[0], 2 * shape[1])
-    assert_same(gelu_and_mul_quantize(x, dtype), gelu_and_mul_quantize_ref(x, dtype))
+    assert_same(gelu_and_mul_quantize(x, form), gelu_and_mul_quantize_ref(x, form))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 200])

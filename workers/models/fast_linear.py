@@ -9,7 +9,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from kernels.activations import ZERO_POINT, Activations
+from kernels.activations import ZERO_POINT, Activations, Format
 from kernels.rotate_rows import rotate_rows_
 from workers.models.layers import Linear
 
@@ -54,32 +54,41 @@ class FastLinear:
     """A matrix without bias. Keeps the layouts that its kinds need and nothing else."""
 
     def __init__(
-        self, weight: Tensor, kinds: LinearKinds, output_dtype: torch.dtype = torch.bfloat16
+        self,
+        weight: Tensor,
+        kinds: LinearKinds,
+        *,
+        int8_format: Format = Format.ROTATED_INT8_PAIR,
+        int8_output: torch.dtype = torch.bfloat16,
     ) -> None:
-        """weight: fp32 [out_features, in_features]. `output_dtype`: bf16 or fp32, of what int8 by int8
-        products give; the other kinds give bf16."""
+        """weight: fp32 [out_features, in_features]. int8 by int8 products take `int8_format` and give
+        `int8_output`, bf16 or fp32; the others take and give bf16."""
         self.out_features, self.in_features = weight.shape
         self._kinds = kinds
-        self._output_dtype = output_dtype
+        self._formats = {
+            LinearKind.INT8: int8_format,
+            LinearKind.WEIGHT_ONLY: Format.ROTATED_BF16,
+            LinearKind.BF16: Format.BF16,
+        }
+        self._int8_output = int8_output
         if LinearKind.BF16 in kinds:
             self._float = Linear(weight.to(torch.bfloat16), typical_rows=ROW_BUCKETS[1])
-        if LinearKind.WEIGHT_ONLY in kinds:
-            self._values, scales = quantize_channels(weight)
-            self._bf16_scales = scales.to(torch.bfloat16)
-        if LinearKind.INT8 in kinds:
+        if {LinearKind.INT8, LinearKind.WEIGHT_ONLY} & set(kinds):
             # The activations come rotated: so must the weights.
             values, self._scales = quantize_channels(rotate_rows_(weight.clone()))
-            self._packed = torch.ops.onednn.qlinear_prepack(values, None)
-            self._zero_points = torch.zeros(self.out_features, dtype=torch.int64)
+            if LinearKind.WEIGHT_ONLY in kinds:
+                self._values, self._bf16_scales = values, self._scales.to(torch.bfloat16)
+            if LinearKind.INT8 in kinds:
+                self._packed = torch.ops.onednn.qlinear_prepack(values, None)
+                self._zero_points = torch.zeros(self.out_features, dtype=torch.int64)
 
-    def input_dtype(self, num_rows: int) -> torch.dtype:
-        """What the values of `num_rows` rows must be: uint8 or bf16."""
-        kind = self._kinds[row_bucket(num_rows)]
-        return torch.uint8 if kind is LinearKind.INT8 else torch.bfloat16
+    def input_format(self, num_rows: int) -> Format:
+        """How `num_rows` rows must come."""
+        return self._formats[self._kinds[row_bucket(num_rows)]]
 
     def __call__(self, x: Activations) -> Activations:
-        """x: [num_rows, in_features] of `input_dtype`. Returns [num_rows, out_features]."""
-        kind = self._kinds[row_bucket(len(x.values))]
+        """x: [num_rows, in_features] in `input_format`. Returns [num_rows, out_features]."""
+        kind = self._kinds[row_bucket(x.num_rows)]
         if kind is LinearKind.INT8:
             product = torch.ops.onednn.qlinear_pointwise(
                 x.values,
@@ -91,7 +100,7 @@ class FastLinear:
                 None,
                 1.0,
                 0,
-                self._output_dtype,
+                self._int8_output,
                 "none",
                 [],
                 "",

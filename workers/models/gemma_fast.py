@@ -11,7 +11,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from kernels.activations import Activations
+from kernels.activations import Activations, Format
 from kernels.add_rms_norm import add_rms_norm
 from kernels.gelu_and_mul_quantize import gelu_and_mul_quantize
 from kernels.paged_attention_cpu import PagedAttentionPlan, paged_attention_cpu, plan_paged_attention
@@ -83,7 +83,9 @@ class FastGemmaModel:
             values.append(part.values)
             scales.append(part.scales)
             kinds = choose_kinds(*piece.shape)
-            self._lm_head.append(FastLinear(piece, kinds, torch.float32))
+            self._lm_head.append(
+                FastLinear(piece, kinds, int8_format=Format.ROTATED_INT8, int8_output=torch.float32)
+            )
         self._embedding = BlockQuantizedTable(torch.cat(values), torch.cat(scales))
         self._layers = [_load_layer(weights, index, choose_kinds) for index in range(config.num_layers)]
         self._final_norm = weights.final_norm()
@@ -112,7 +114,7 @@ class FastGemmaModel:
                     layer.input_norm,
                     layer.input_norm,
                     epsilon,
-                    layer.qkv.input_dtype(num_rows),
+                    layer.qkv.input_format(num_rows),
                 )
             keys, values = cache.keys[index], cache.values[index]
             query = qk_norm_rope_cache(
@@ -133,16 +135,16 @@ class FastGemmaModel:
                 num_rows = len(hidden)
                 if not num_rows:
                     break
-            branch = layer.output(quantize_rows(attended, layer.output.input_dtype(num_rows)))
+            branch = layer.output(quantize_rows(attended, layer.output.input_format(num_rows)))
             x = add_rms_norm(
                 hidden,
                 branch,
                 layer.post_attention_norm,
                 layer.pre_feedforward_norm,
                 epsilon,
-                layer.gate_up.input_dtype(num_rows),
+                layer.gate_up.input_format(num_rows),
             )
-            activated = gelu_and_mul_quantize(layer.gate_up(x), layer.down.input_dtype(num_rows))
+            activated = gelu_and_mul_quantize(layer.gate_up(x), layer.down.input_format(num_rows))
             next_norm, next_linear = self._after(index)
             x = add_rms_norm(
                 hidden,
@@ -150,7 +152,7 @@ class FastGemmaModel:
                 layer.post_feedforward_norm,
                 next_norm,
                 epsilon,
-                next_linear.input_dtype(num_rows),
+                next_linear.input_format(num_rows),
             )
         return self._project(x, len(step.sampled_rows))
 

@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from kernels.activations import Activations
+from kernels.quantize_rows_ref import quantize_rows_ref
 from workers.models.fast_linear import ROW_BUCKETS, FastLinear, LinearKind, same_kind
 
 # A kind and a number of rows are timed for this long, at most for so many calls; the first is not counted.
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
             out_features, in_features = map(int, argument.split("x"))
             weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0))
             try:
-                linear = FastLinear(weight, same_kind(kind), torch.float32)
+                linear = FastLinear(weight, same_kind(kind), int8_output=torch.float32)
                 seconds = [_time(linear, num_rows) for num_rows in ROW_BUCKETS]
             except (RuntimeError, AttributeError, NotImplementedError) as error:  # not on this machine
                 print(json.dumps({"kind": kind, "shape": argument, "error": str(error)[:200]}), flush=True)
@@ -38,8 +38,7 @@ def main(arguments: list[str]) -> None:
 
 def _time(linear: FastLinear, num_rows: int) -> float:
     """Seconds of the fastest call."""
-    values = torch.ones(num_rows, linear.in_features, dtype=linear.input_dtype(num_rows))
-    x = Activations(values, torch.ones(num_rows))
+    x = quantize_rows_ref(torch.ones(num_rows, linear.in_features), linear.input_format(num_rows))
     linear(x)
     times: list[float] = []
     end = time.perf_counter() + _TIMING_S
