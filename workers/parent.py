@@ -36,7 +36,7 @@ _REASONS: dict[int, str] = {
 # OpenMP threads that spin for long at each barrier keep the broker, the gateway and each other off the cores;
 # threads that sleep at once are woken at each of the 150 products and passes of a step. So they spin for some
 # hundred µs, longer than a step's gaps, and sleep between steps. The products of one decode of Gemma 3 270M
-# with such gaps (Xeon, 2 cores, medians): sleeping 20 ms, spinning 1,000 times 18, 10,000 times 12, for ever 10.
+# with such gaps (Xeon, 2 cores, ms): sleeping 20, spinning 1,000 times 18, 10,000 times 12, for ever 10.
 CHILD_ENV = {"GOMP_SPINCOUNT": "10000"}
 
 
