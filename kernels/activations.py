@@ -9,6 +9,8 @@ from torch import Tensor
 ZERO_POINT = 128
 # What one step of the first plane is cut into by the second: its rounding error, ±1/2, becomes ±127.
 PLANE_RATIO = 254
+# Rows of memory behind uint8 ones, which `int8_matmul` may read, and does not use.
+SLACK_ROWS = 32
 
 
 class Format(IntEnum):
@@ -63,7 +65,13 @@ class Activations:
 
     @property
     def planes(self) -> int:
+        """1 or 2: how many rows of values stand for one."""
         return self.values.shape[0] // self.scales.shape[0] if self.scales.shape[0] else 1
+
+    @property
+    def code(self) -> int:
+        """How kernels read a product: 0 for fp32 without scales, else the number of bf16 planes."""
+        return 0 if self.values.dtype is torch.float32 else self.planes
 
     def dequantize(self) -> Tensor:
         """fp32 [num_rows, dim]."""
@@ -74,14 +82,9 @@ class Activations:
             values = values[: self.num_rows] + values[self.num_rows :] / PLANE_RATIO
         return values * self.scales[:, None]
 
-    def select(self, rows: Tensor) -> "Activations":
-        """Some of the rows. rows: int64."""
-        if self.planes == 2:
-            both = torch.cat((rows, rows + self.num_rows))
-            return Activations(self.values.index_select(0, both), self.scales.index_select(0, rows))
-        return Activations(self.values.index_select(0, rows), self.scales.index_select(0, rows))
-
 
 def empty_activations(num_rows: int, dim: int, form: Format) -> Activations:
     """For a kernel to fill."""
-    return Activations(torch.empty(form.planes * num_rows, dim, dtype=form.dtype), torch.empty(num_rows))
+    count = form.planes * num_rows
+    values = torch.empty(count + (SLACK_ROWS if form.dtype is torch.uint8 else 0), dim, dtype=form.dtype)
+    return Activations(values[:count], torch.empty(num_rows))

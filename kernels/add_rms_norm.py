@@ -111,7 +111,7 @@ def add_rms_norm(
             dim,
             0 if branch is None else branch.values.data_ptr(),
             0 if branch is None else branch.scales.data_ptr(),
-            1 if branch is None else branch.planes,
+            0 if branch is None else branch.code,
             branch_weight.data_ptr(),
             weight.data_ptr(),
             float_word(epsilon),

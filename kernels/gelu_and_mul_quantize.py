@@ -64,7 +64,7 @@ def gelu_and_mul_quantize(x: Activations, form: Format) -> Activations:
         (
             x.values.data_ptr(),
             x.scales.data_ptr(),
-            x.planes,
+            x.code,
             dim,
             out.values.data_ptr(),
             out.scales.data_ptr(),

@@ -98,6 +98,32 @@ def claim(typing_context: Any, address: Any, amount: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
+@intrinsic_of
+def peek(typing_context: Any, address: Any) -> Any:
+    """The int64 at `address`; what was written before a `claim` that shows in it can be read after."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+_yield_core: Any = types.ExternalFunction("sched_yield", types.int32())
+_SPINS = 2000
+
+
+@compiled
+def wait_for(address: int, value: int) -> None:
+    """Returns when the int64 at `address` has reached `value`. For what takes other threads microseconds: it
+    spins, and offers its core to others after a while."""
+    spins = 0
+    while peek(address) < value:
+        spins += 1
+        if spins > _SPINS:
+            _yield_core()
+
+
 @inlined
 def floats(address: int, length: int) -> Any:
     """The fp32 values at an address."""
@@ -120,6 +146,12 @@ def bytes_at(address: int, length: int) -> Any:
 def signed_bytes(address: int, length: int) -> Any:
     """The int8 values at an address."""
     return _carray(_pointer(address), (length,), np.int8)
+
+
+@inlined
+def int32s(address: int, length: int) -> Any:
+    """The int32 values at an address."""
+    return _carray(_pointer(address), (length,), np.int32)
 
 
 @inlined

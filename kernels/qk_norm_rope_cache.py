@@ -121,7 +121,7 @@ def qk_norm_rope_cache(
         (
             qkv.values.data_ptr(),
             qkv.scales.data_ptr(),
-            qkv.planes,
+            qkv.code,
             qk_norm.data_ptr(),
             cos_sin.data_ptr(),
             positions.data_ptr(),

@@ -77,8 +77,13 @@ def store_row(row: Any, index: int, num_rows: int, values: int, scales: int, for
 def load_row(
     row: Any, index: int, num_rows: int, values: int, scales: int, planes: int, start: int, width: int
 ) -> None:
-    """Reads what a matrix gave, bf16 with a scale for each row: the values from `start` on of row `index`,
-    where rows have `width`, into an fp32 row."""
+    """Reads what a matrix gave into an fp32 row: the values from `start` on of row `index`, where rows have
+    `width`. They are bf16 with a scale for each row, or with `planes` 0 plain fp32."""
+    if planes == 0:
+        exact = floats(values + 4 * (index * width + start), row.shape[0])
+        for i in range(row.shape[0]):
+            row[i] = exact[i]
+        return
     scale = floats(scales + 4 * index, 1)[0]
     first = bf16s(values + 2 * (index * width + start), row.shape[0])
     if planes == 2:

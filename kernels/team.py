@@ -53,6 +53,18 @@ class Kernel:
         words = np.array((0, num_rows, step, *arguments), np.int64)
         parallel(self._address, words.ctypes.data, threads, 0)
 
+    def together(self, arguments: Sequence[int]) -> None:
+        """Runs the body once on each thread at the same time; the arguments begin at word 0."""
+        if not self._address:
+            self._compile()
+        threads = torch.get_num_threads()
+        words = np.array(arguments, np.int64)
+        parallel = _gomp_parallel() if threads > 1 else None
+        if parallel is None:
+            self._call(words.ctypes.data)
+        else:
+            parallel(self._address, words.ctypes.data, threads, 0)
+
     def _compile(self) -> None:
         decorate: Any = cfunc(types.void(types.int64), cache=True, fastmath=FAST_MATH, error_model="numpy")
         self._compiled = decorate(self._body)

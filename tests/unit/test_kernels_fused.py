@@ -27,9 +27,12 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * 2).to(dtype)
 
 
-def scaled(*shape: int) -> Activations:
-    """What a matrix gives: bf16 with a scale for each row."""
-    return Activations(random(*shape, dtype=torch.bfloat16), random(shape[0]).abs() + 0.1)
+def scaled(num_rows: int, dim: int, planes: int) -> Activations:
+    """What a matrix gives: bf16 planes with a scale for each row, or with `planes` 0 plain fp32."""
+    if not planes:
+        return Activations(random(num_rows, dim), torch.ones(num_rows))
+    values = random(planes * num_rows, dim, dtype=torch.bfloat16)
+    return Activations(values, random(num_rows).abs() + 0.1)
 
 
 def assert_same(actual: Activations, expected: Activations) -> None:
@@ -93,6 +96,14 @@ def test_a_row_of_zeros_is_zero_and_not_nan() -> None:
         assert torch.equal(each.dequantize(), torch.zeros(2, 640))
 
 
+def test_a_second_plane_makes_rows_exact_to_16_bits() -> None:
+    x = random(7, 640)
+    for form, error in ((Format.ROTATED_INT8, 2e-2), (Format.ROTATED_INT8_PAIR, 8e-5)):
+        found = rotate_rows_ref(quantize_rows(x, form).dequantize()) - x
+        relative_rmse = (found.square().mean() / x.square().mean()).sqrt()
+        assert error / 10 < relative_rmse < error
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_hidden(number: float) -> None:
     x = random(1, 640)
@@ -101,10 +112,10 @@ def test_what_is_not_finite_is_not_hidden(number: float) -> None:
 
 
 @pytest.mark.parametrize("form", Format)
-@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("planes", [None, 0, 1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_add_rms_norm(shape: tuple[int, int], adds: bool, form: Format) -> None:
-    branch = scaled(*shape) if adds else None
+def test_add_rms_norm(shape: tuple[int, int], planes: int | None, form: Format) -> None:
+    branch = None if planes is None else scaled(*shape, planes)
     weights = random(shape[1]), random(shape[1]).flip(0)
     actual_hidden, expected_hidden = random(*shape), random(*shape)
     actual = add_rms_norm(actual_hidden, branch, *weights, 1e-6, form)
@@ -113,18 +124,20 @@ def test_add_rms_norm(shape: tuple[int, int], adds: bool, form: Format) -> None:
 
 
 @pytest.mark.parametrize("form", Format)
+@pytest.mark.parametrize("planes", [0, 1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gelu_and_mul_quantize(shape: tuple[int, int], form: Format) -> None:
-    x = scaled(shape[0], 2 * shape[1])
+def test_gelu_and_mul_quantize(shape: tuple[int, int], planes: int, form: Format) -> None:
+    x = scaled(shape[0], 2 * shape[1], planes)
     assert_same(gelu_and_mul_quantize(x, form), gelu_and_mul_quantize_ref(x, form))
 
 
+@pytest.mark.parametrize("planes", [0, 1, 2])
 @pytest.mark.parametrize("num_tokens", [1, 5, 200])
 @pytest.mark.parametrize("heads", [(4, 1), (4, 2), (3, 3)], ids=str)
-def test_qk_norm_rope_cache(heads: tuple[int, int], num_tokens: int) -> None:
+def test_qk_norm_rope_cache(heads: tuple[int, int], num_tokens: int, planes: int) -> None:
     num_heads, num_kv_heads = heads
     head_dim, block_size = 64, 16
-    qkv = scaled(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+    qkv = scaled(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, planes)
     qk_norm = random(num_heads + num_kv_heads, head_dim)
     cos_sin = cos_sin_cache(10_000.0, head_dim, 500)
     generator = torch.Generator().manual_seed(num_tokens)

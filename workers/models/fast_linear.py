@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from kernels.activations import ZERO_POINT, Activations, Format
+from kernels.int8_matmul import PanelWeights, int8_matmul, pack_panels, supports_panels
 from kernels.rotate_rows import rotate_rows_
 from workers.models.layers import Linear
 
 
 class LinearKind(StrEnum):
-    """How a matrix is multiplied. INT8: int8 weights and activations; WEIGHT_ONLY: int8 weights, bf16
-    activations; BF16: both bf16."""
+    """How a matrix is multiplied. INT8: int8 weights and activations, by our own kernels; INT8_ONEDNN: the
+    same by oneDNN; WEIGHT_ONLY: int8 weights, bf16 activations; BF16: both bf16."""
 
     INT8 = "int8"
+    INT8_ONEDNN = "int8_onednn"
     WEIGHT_ONLY = "weight_only"
     BF16 = "bf16"
 
@@ -59,37 +61,61 @@ class FastLinear:
         kinds: LinearKinds,
         *,
         int8_format: Format = Format.ROTATED_INT8_PAIR,
-        int8_output: torch.dtype = torch.bfloat16,
+        onednn_output: torch.dtype = torch.bfloat16,
     ) -> None:
-        """weight: fp32 [out_features, in_features]. int8 by int8 products take `int8_format` and give
-        `int8_output`, bf16 or fp32; the others take and give bf16."""
+        """weight: fp32 [out_features, in_features]. int8 by int8 products take `int8_format`, those of oneDNN
+        give `onednn_output`, bf16 or fp32.
+
+        Raises ValueError for INT8 where our kernels cannot: see `supports_panels`.
+        """
         self.out_features, self.in_features = weight.shape
         self._kinds = kinds
         self._formats = {
             LinearKind.INT8: int8_format,
+            LinearKind.INT8_ONEDNN: int8_format,
             LinearKind.WEIGHT_ONLY: Format.ROTATED_BF16,
             LinearKind.BF16: Format.BF16,
         }
-        self._int8_output = int8_output
+        self._onednn_output = onednn_output
+        self.panels: PanelWeights | None = None
         if LinearKind.BF16 in kinds:
             self._float = Linear(weight.to(torch.bfloat16), typical_rows=ROW_BUCKETS[1])
-        if {LinearKind.INT8, LinearKind.WEIGHT_ONLY} & set(kinds):
+        if set(kinds) != {LinearKind.BF16}:
             # The activations come rotated: so must the weights.
             values, self._scales = quantize_channels(rotate_rows_(weight.clone()))
             if LinearKind.WEIGHT_ONLY in kinds:
                 self._values, self._bf16_scales = values, self._scales.to(torch.bfloat16)
-            if LinearKind.INT8 in kinds:
+            if LinearKind.INT8_ONEDNN in kinds:
                 self._packed = torch.ops.onednn.qlinear_prepack(values, None)
                 self._zero_points = torch.zeros(self.out_features, dtype=torch.int64)
+            if LinearKind.INT8 in kinds:
+                if not supports_panels(self.out_features, self.in_features):
+                    raise ValueError(
+                        f"no int8 kernel here for a matrix of {self.out_features} x {self.in_features}"
+                    )
+                self.panels = pack_panels(values, self._scales)
+
+    def kind(self, num_rows: int) -> LinearKind:
+        """How `num_rows` rows are multiplied."""
+        return self._kinds[row_bucket(num_rows)]
 
     def input_format(self, num_rows: int) -> Format:
         """How `num_rows` rows must come."""
-        return self._formats[self._kinds[row_bucket(num_rows)]]
+        return self._formats[self.kind(num_rows)]
 
-    def __call__(self, x: Activations) -> Activations:
-        """x: [num_rows, in_features] in `input_format`. Returns [num_rows, out_features]."""
-        kind = self._kinds[row_bucket(x.num_rows)]
-        if kind is LinearKind.INT8:
+    def __call__(self, x: Activations, out: Tensor | None = None) -> Activations:
+        """x: [num_rows, in_features] in `input_format`, made by a kernel.
+
+        Returns [num_rows, out_features]. Where the kind is INT8 it is written to `out`, if that is given:
+        fp32 [num_rows, out_features] with neighbouring columns.
+        """
+        kind = self.kind(x.num_rows)
+        if kind is LinearKind.INT8 and self.panels is not None:
+            if out is None:
+                out = torch.empty(x.num_rows, self.out_features)
+            int8_matmul(x, self.panels, out)
+            return Activations(out, _ones(x.num_rows))
+        if kind is LinearKind.INT8_ONEDNN:
             product = torch.ops.onednn.qlinear_pointwise(
                 x.values,
                 1.0,
@@ -100,7 +126,7 @@ class FastLinear:
                 None,
                 1.0,
                 0,
-                self._int8_output,
+                self._onednn_output,
                 "none",
                 [],
                 "",
@@ -110,3 +136,10 @@ class FastLinear:
         else:
             product = self._float(x.values)
         return Activations(product, x.scales)
+
+
+_ONES = torch.ones(1024)
+
+
+def _ones(count: int) -> Tensor:
+    return _ONES[:count] if count <= len(_ONES) else torch.ones(count)

@@ -84,7 +84,7 @@ class FastGemmaModel:
             scales.append(part.scales)
             kinds = choose_kinds(*piece.shape)
             self._lm_head.append(
-                FastLinear(piece, kinds, int8_format=Format.ROTATED_INT8, int8_output=torch.float32)
+                FastLinear(piece, kinds, int8_format=Format.ROTATED_INT8, onednn_output=torch.float32)
             )
         self._embedding = BlockQuantizedTable(torch.cat(values), torch.cat(scales))
         self._layers = [_load_layer(weights, index, choose_kinds) for index in range(config.num_layers)]
@@ -183,7 +183,10 @@ class FastGemmaModel:
         start = 0
         for piece in self._lm_head:
             end = start + piece.out_features
-            torch.mul(piece(x).values, scales, out=logits[:, start:end])
+            target = logits[:, start:end]
+            product = piece(x, target)
+            if product.values is not target:
+                torch.mul(product.values, scales, out=target)
             start = end
         return logits
 

@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
+from kernels.int8_matmul import supports_panels
 from workers.models.fast_linear import ROW_BUCKETS, LinearKind, LinearKinds, same_kind
 
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-LINEAR_MODES = (AUTO, *LinearKind)
+LINEAR_MODES = (AUTO, LinearKind.INT8, LinearKind.WEIGHT_ONLY, LinearKind.BF16)
 
 Shape = tuple[int, int]  # out_features, in_features
 Timings = dict[Shape, dict[LinearKind, list[float]]]  # seconds for each of ROW_BUCKETS
@@ -56,7 +57,7 @@ def choose_linears(mode: str, shapes: Sequence[Shape], cache_folder: Path) -> Li
     if mode not in LINEAR_MODES:
         raise ValueError(f"linear mode must be one of {', '.join(LINEAR_MODES)}, got {mode!r}")
     if mode != AUTO:
-        return LinearChoice(dict.fromkeys(shapes, same_kind(LinearKind(mode))))
+        return LinearChoice({shape: same_kind(_kind(mode, shape)) for shape in shapes})
     path = cache_folder / f"linear-{_fingerprint(shapes)}.json"
     timings = _read(path)
     if timings is None:
@@ -69,6 +70,13 @@ def choose_linears(mode: str, shapes: Sequence[Shape], cache_folder: Path) -> Li
     for shape, kinds in choice.kinds.items():
         log.info("matrix", extra={"shape": shape, "kinds": dict(zip(ROW_BUCKETS, kinds, strict=True))})
     return choice
+
+
+def _kind(mode: str, shape: Shape) -> LinearKind:
+    kind = LinearKind(mode)
+    if kind is LinearKind.INT8 and not supports_panels(*shape):
+        return LinearKind.INT8_ONEDNN
+    return kind
 
 
 def choose_kinds(seconds: dict[LinearKind, list[float]]) -> LinearKinds:

@@ -9,14 +9,14 @@ import time
 
 import torch
 
-from kernels.quantize_rows_ref import quantize_rows_ref
+from kernels.quantize_rows import quantize_rows
 from workers.models.fast_linear import ROW_BUCKETS, FastLinear, LinearKind, same_kind
 
 # A kind and a number of rows are timed for this long, at most for so many calls; the first is not counted.
 _TIMING_S = 0.03
 _MOST_CALLS = 20
 # What is sure to work comes first: nothing is measured after a call that does not return.
-_ORDER = (LinearKind.BF16, LinearKind.WEIGHT_ONLY, LinearKind.INT8)
+_ORDER = (LinearKind.INT8, LinearKind.BF16, LinearKind.WEIGHT_ONLY, LinearKind.INT8_ONEDNN)
 
 
 @torch.inference_mode()
@@ -28,9 +28,14 @@ def main(arguments: list[str]) -> None:
             out_features, in_features = map(int, argument.split("x"))
             weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0))
             try:
-                linear = FastLinear(weight, same_kind(kind), int8_output=torch.float32)
+                linear = FastLinear(weight, same_kind(kind), onednn_output=torch.float32)
                 seconds = [_time(linear, num_rows) for num_rows in ROW_BUCKETS]
-            except (RuntimeError, AttributeError, NotImplementedError) as error:  # not on this machine
+            except (
+                RuntimeError,
+                ValueError,
+                AttributeError,
+                NotImplementedError,
+            ) as error:
                 print(json.dumps({"kind": kind, "shape": argument, "error": str(error)[:200]}), flush=True)
             else:
                 print(json.dumps({"kind": kind, "shape": argument, "seconds": seconds}), flush=True)
@@ -38,7 +43,7 @@ def main(arguments: list[str]) -> None:
 
 def _time(linear: FastLinear, num_rows: int) -> float:
     """Seconds of the fastest call."""
-    x = quantize_rows_ref(torch.ones(num_rows, linear.in_features), linear.input_format(num_rows))
+    x = quantize_rows(torch.ones(num_rows, linear.in_features), linear.input_format(num_rows))
     linear(x)
     times: list[float] = []
     end = time.perf_counter() + _TIMING_S

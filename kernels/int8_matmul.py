@@ -1,0 +1,209 @@
+"""uint8 × int8 matrix products for few rows, with activations in one plane or two and an fp32 result.
+
+Made for the decodes of a batch, where all is bound by reading the weights: AMX or VNNI instructions, no
+packing of activations, scales and planes put together while the sums are in the cache.
+"""
+
+import ctypes
+import platform
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.activations import PLANE_RATIO, SLACK_ROWS, Activations
+from kernels.int8_tiles import (
+    HAS_AMX,
+    HAS_VNNI,
+    PANEL,
+    PANELS,
+    amx_16,
+    amx_32,
+    amx_begin,
+    amx_end,
+    vnni_1,
+    vnni_2,
+    vnni_4,
+    vnni_8,
+)
+from kernels.native import claim, compiled, floats, int32s, int64s
+from kernels.team import FIRST_ARGUMENT, Kernel
+
+UNIT = PANEL * PANELS  # output channels that are computed together
+# Up to so many rows VNNI is as fast as a tile of 16.
+_FEW_ROWS = 8
+_NS_PER_WEIGHT = 0.1
+
+_PLANE_SHARE = np.float32(1.0 / PLANE_RATIO)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelWeights:
+    """int8 weights of [out_features, in_features], as `int8_tiles` wants them.
+
+    panels: int8 [out_features / 16, in_features / 4, 16, 4]; scales: fp32 [out_features]; offsets: int32
+    [out_features], what the zero point of the activations adds to the sums.
+    """
+
+    panels: Tensor
+    scales: Tensor
+    offsets: Tensor
+
+    @property
+    def out_features(self) -> int:
+        return self.scales.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return 4 * self.panels.shape[1]
+
+
+def supports_panels(out_features: int, in_features: int) -> bool:
+    """Whether this processor multiplies such matrices in panels."""
+    return HAS_VNNI and out_features % UNIT == 0 and in_features % 64 == 0
+
+
+def pack_panels(values: Tensor, scales: Tensor) -> PanelWeights:
+    """values: int8 [out_features, in_features]; scales: fp32 [out_features]."""
+    out_features, in_features = values.shape
+    shape = (out_features // PANEL, in_features // 4, PANEL, 4)
+    # Vectors are loaded from multiples of 64 bytes, and torch's memory begins at one.
+    panels = torch.empty(shape, dtype=torch.int8)
+    panels.copy_(values.view(out_features // PANEL, PANEL, in_features // 4, 4).transpose(1, 2))
+    if panels.data_ptr() % 64:
+        raise RuntimeError("torch gave memory that does not begin at a multiple of 64 bytes")
+    return PanelWeights(panels, scales, 128 * values.sum(dim=1, dtype=torch.int32))
+
+
+@cache
+def amx_config() -> int:
+    """The address of the tiles' configuration, or 0 where the system grants no tiles to this process."""
+    if not HAS_AMX or platform.system() != "Linux":
+        return 0
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    if ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) != 0:
+        return 0
+    config = _AMX_CONFIG
+    config[0] = 1  # palette
+    config[16:32].view(np.uint16)[:] = 64  # bytes of a row, for each tile
+    config[48:56] = 16  # rows
+    return int(config.ctypes.data)
+
+
+_AMX_CONFIG = np.zeros(64, np.uint8)
+
+
+@compiled
+def int8_matmul_range(
+    start: int,
+    end: int,
+    x: int,
+    x_scales: int,
+    num_rows: int,
+    planes: int,
+    in_features: int,
+    panels: int,
+    scales: int,
+    offsets: int,
+    out: int,
+    out_stride: int,
+    config: int,
+) -> None:
+    """Units start … end - 1 of 32 output channels: fp32 at `out`, rows `out_stride` values apart.
+
+    x: uint8 [planes * num_rows, in_features] and readable for SLACK_ROWS more; other addresses as in
+    `PanelWeights`; config: from `amx_config`.
+    """
+    num_sums = planes * num_rows
+    sums = np.empty((num_sums + SLACK_ROWS, UNIT), np.int32)
+    place = sums.ctypes.data
+    tiled = config != 0 and num_sums > _FEW_ROWS
+    if tiled:
+        amx_begin(config)
+    for unit in range(start, end):
+        weights = panels + unit * UNIT * in_features
+        row = 0
+        while tiled and row < num_sums:
+            if num_sums - row > 16:
+                amx_32(x + row * in_features, in_features, weights, in_features, place + 4 * UNIT * row)
+                row += 32
+            else:
+                amx_16(x + row * in_features, in_features, weights, in_features, place + 4 * UNIT * row)
+                row += 16
+        while row < num_sums:
+            left = num_sums - row
+            if left >= 8:
+                vnni_8(x + row * in_features, in_features, weights, in_features, place + 4 * UNIT * row)
+                row += 8
+            elif left >= 4:
+                vnni_4(x + row * in_features, in_features, weights, in_features, place + 4 * UNIT * row)
+                row += 4
+            elif left >= 2:
+                vnni_2(x + row * in_features, in_features, weights, in_features, place + 4 * UNIT * row)
+                row += 2
+            else:
+                vnni_1(x + row * in_features, in_features, weights, in_features, place + 4 * UNIT * row)
+                row += 1
+        channel_scales = floats(scales + 4 * unit * UNIT, UNIT)
+        channel_offsets = int32s(offsets + 4 * unit * UNIT, UNIT)
+        row_scales = floats(x_scales, num_rows)
+        for row in range(num_rows):
+            result = floats(out + 4 * (row * out_stride + unit * UNIT), UNIT)
+            for i in range(UNIT):
+                total = np.float32(sums[row, i] - channel_offsets[i])
+                if planes == 2:
+                    total += np.float32(sums[num_rows + row, i] - channel_offsets[i]) * _PLANE_SHARE
+                result[i] = total * channel_scales[i] * row_scales[row]
+    if tiled:
+        amx_end()
+
+
+def _body(address: int) -> None:
+    words = int64s(address, FIRST_ARGUMENT + 11)
+    start = claim(address, words[2])
+    while start < words[1]:
+        int8_matmul_range(
+            start,
+            min(start + words[2], words[1]),
+            words[3],
+            words[4],
+            words[5],
+            words[6],
+            words[7],
+            words[8],
+            words[9],
+            words[10],
+            words[11],
+            words[12],
+            words[13],
+        )
+        start = claim(address, words[2])
+
+
+_kernel = Kernel(_body)
+
+
+def int8_matmul(x: Activations, weights: PanelWeights, out: Tensor) -> None:
+    """Writes `x.dequantize() @ weights` to out, fp32 [num_rows, out_features] with neighbouring columns.
+
+    x.values: uint8, with SLACK_ROWS more rows of memory behind them.
+    """
+    _kernel(
+        weights.out_features // UNIT,
+        weights.in_features * UNIT * _NS_PER_WEIGHT,
+        (
+            x.values.data_ptr(),
+            x.scales.data_ptr(),
+            x.num_rows,
+            x.planes,
+            weights.in_features,
+            weights.panels.data_ptr(),
+            weights.scales.data_ptr(),
+            weights.offsets.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            amx_config(),
+        ),
+    )
