@@ -20,7 +20,7 @@ _QUERY_TILE = 512
 
 
 @dataclass(frozen=True, slots=True)
-class _Decodes:
+class Decodes:
     """Sequences of one new token: arguments of `paged_attention_decode`."""
 
     rows: Tensor
@@ -45,7 +45,7 @@ class _Tile:
 class PagedAttentionPlan:
     """What one step reads and masks for one kind of layer. From `plan_paged_attention`."""
 
-    decodes: _Decodes | None
+    decodes: Decodes | None
     tiles: list[_Tile]
     sliding_window: int | None
 
@@ -78,10 +78,29 @@ def plan_paged_attention(
         )
     ]
     return PagedAttentionPlan(
-        _plan_decodes(decodes, block_tables, seq_lens, query_start_loc) if decodes else None,
+        plan_decodes(
+            [block_tables[i] for i in decodes],
+            [seq_lens[i] for i in decodes],
+            [query_start_loc[i] for i in decodes],
+        )
+        if decodes
+        else None,
         tiles,
         sliding_window,
     )
+
+
+def plan_decodes(
+    block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int], rows: Sequence[int] | None = None
+) -> Decodes:
+    """For sequences of one new token. rows: their places in the batch; None: one after another."""
+    flat: list[int] = []
+    starts = []
+    for table in block_tables:
+        starts.append(len(flat))
+        flat += table
+    places = range(len(seq_lens)) if rows is None else rows
+    return Decodes(*(torch.from_numpy(np.array(each, np.int64)) for each in (places, flat, starts, seq_lens)))
 
 
 def paged_attention_cpu(
@@ -111,30 +130,6 @@ def paged_attention_cpu(
     for tile in plan.tiles:
         output[tile.rows] = _attend_tile(query[tile.rows], key_cache, value_cache, tile, scale)
     return output
-
-
-def _plan_decodes(
-    decodes: list[int],
-    block_tables: Sequence[Sequence[int]],
-    seq_lens: Sequence[int],
-    query_start_loc: Sequence[int],
-) -> _Decodes:
-    tables: list[int] = []
-    starts = []
-    for index in decodes:
-        starts.append(len(tables))
-        tables += block_tables[index]
-    return _Decodes(
-        *(
-            torch.from_numpy(np.array(each, np.int64))
-            for each in (
-                [query_start_loc[index] for index in decodes],
-                tables,
-                starts,
-                [seq_lens[index] for index in decodes],
-            )
-        )
-    )
 
 
 def _attend_one_by_one(

@@ -13,14 +13,21 @@ from torch import Tensor
 
 from kernels.activations import Activations, Format
 from kernels.add_rms_norm import add_rms_norm
+from kernels.attention_blocks import LANES
 from kernels.gelu_and_mul_quantize import gelu_and_mul_quantize
-from kernels.paged_attention_cpu import PagedAttentionPlan, paged_attention_cpu, plan_paged_attention
+from kernels.gemma_decode import DecodeLayer, GemmaDecode, GemmaSizes
+from kernels.paged_attention_cpu import (
+    PagedAttentionPlan,
+    paged_attention_cpu,
+    plan_decodes,
+    plan_paged_attention,
+)
 from kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from kernels.quantize_rows import quantize_rows
 from kernels.rotary_embedding_ref import cos_sin_cache
 from workers.model_step import BLOCK_SIZE, ModelStep
 from workers.models.embedding_table import BlockQuantizedTable, quantize_table
-from workers.models.fast_linear import FastLinear, LinearKinds
+from workers.models.fast_linear import FastLinear, LinearKind, LinearKinds
 from workers.models.gemma_weights import GemmaWeights
 from workers.models.layers import KVCache
 
@@ -94,16 +101,34 @@ class FastGemmaModel:
             config.sliding_window: cos_sin_cache(config.local_rope_base, config.head_dim, self.max_model_len),
         }
         self._logits = torch.empty(0, self.vocab_size)
+        self._decode = self._make_decode()
 
-    def compute_logits(self, step: ModelStep, cache: KVCache) -> Tensor:
+    def compute_logits(self, step: ModelStep, cache: KVCache, *, in_one_call: bool = True) -> Tensor:
         """Stores the KV of all tokens and computes the logits of the sequences that sample.
 
         Returns fp32 [sequences that sample, vocab_size], which the next call overwrites. Token ids, positions
-        and slots must be in range: nobody checks them here.
+        and slots must be in range: nobody checks them here. A batch of decodes is computed in one call where
+        this machine can, or with `in_one_call` false in separate ones: bit for bit the same.
         """
         epsilon = self.config.rms_norm_epsilon
-        plans = self._plan(step)
+        num_sampled = len(step.sampled_rows)
         hidden = self._embedding.rows(step.token_ids).mul_(sqrt(self.config.hidden_size))
+        if in_one_call and self._decode is not None and self._is_decode(step):
+            logits = self._buffer(num_sampled)
+            decodes = plan_decodes(step.block_tables, step.seq_lens)
+            self._decode(
+                hidden,
+                step.positions,
+                step.slot_mapping,
+                decodes.block_tables,
+                decodes.table_starts,
+                decodes.seq_lens,
+                cache.keys,
+                cache.values,
+                logits,
+            )
+            return logits
+        plans = self._plan(step)
         x: Activations | None = None
         for index, layer in enumerate(self._layers):
             num_rows = len(hidden)
@@ -154,7 +179,70 @@ class FastGemmaModel:
                 epsilon,
                 next_linear.input_format(num_rows),
             )
-        return self._project(x, len(step.sampled_rows))
+        return self._project(x, num_sampled)
+
+    def _is_decode(self, step: ModelStep) -> bool:
+        """Whether `GemmaDecode` computes such a step, and fastest."""
+        num_rows = len(step.seq_lens)
+        return num_rows == len(step.token_ids) == len(step.sampled_rows) and all(
+            linear.kind(num_rows) is LinearKind.INT8 for linear in self._linears
+        )
+
+    def _make_decode(self) -> GemmaDecode | None:
+        """None where a matrix is multiplied in other ways only."""
+        self._linears = [
+            self._lm_head[0],
+            *(
+                linear
+                for layer in self._layers[:1]
+                for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+            ),
+        ]
+        lm_head = [linear.panels for linear in self._lm_head if linear.panels is not None]
+        layers = [self._decode_layer(index) for index in range(len(self._layers))]
+        if len(lm_head) < len(self._lm_head) or self.config.head_dim % LANES:
+            return None
+        config = self.config
+        sizes = GemmaSizes(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=BLOCK_SIZE,
+            vocab_size=self.vocab_size,
+            epsilon=config.rms_norm_epsilon,
+        )
+        whole = [layer for layer in layers if layer is not None]
+        if len(whole) < len(layers):
+            return None
+        return GemmaDecode(sizes, self._layers[0].input_norm, whole, lm_head)
+
+    def _decode_layer(self, index: int) -> DecodeLayer | None:
+        layer = self._layers[index]
+        qkv, output = layer.qkv.panels, layer.output.panels
+        gate_up, down = layer.gate_up.panels, layer.down.panels
+        if qkv is None or output is None or gate_up is None or down is None:
+            return None
+        return DecodeLayer(
+            sliding_window=layer.sliding_window,
+            cos_sin=self._cos_sin[layer.sliding_window],
+            qkv=qkv,
+            qk_norm=layer.qk_norm,
+            output=output,
+            post_attention_norm=layer.post_attention_norm,
+            pre_feedforward_norm=layer.pre_feedforward_norm,
+            gate_up=gate_up,
+            down=down,
+            post_feedforward_norm=layer.post_feedforward_norm,
+            next_norm=self._after(index)[0],
+        )
+
+    def _buffer(self, num_rows: int) -> Tensor:
+        """Where logits go: new memory in each step would be page faults in each step."""
+        if len(self._logits) < num_rows:
+            self._logits = torch.empty(num_rows, self.vocab_size)
+        return self._logits[:num_rows]
 
     def _plan(self, step: ModelStep) -> dict[int | None, PagedAttentionPlan]:
         """One plan for each kind of layer, by its sliding window."""
@@ -174,9 +262,7 @@ class FastGemmaModel:
 
     def _project(self, x: Activations | None, num_rows: int) -> Tensor:
         """All logits of normed rows."""
-        if len(self._logits) < num_rows:
-            self._logits = torch.empty(num_rows, self.vocab_size)
-        logits = self._logits[:num_rows]
+        logits = self._buffer(num_rows)
         if x is None or not num_rows:
             return logits
         scales = x.scales[:, None]
