@@ -21,7 +21,7 @@ from workers.model_runner import TorchModelRunner
 from workers.request import FinishReason, Request, RequestOutput
 
 SYSTEM_PROMPT = [2, *range(1000, 1040)]
-NUM_OUTPUT_TOKENS = 10
+NUM_OUTPUT_TOKENS = 8
 SAMPLINGS = [
     SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True),
     SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=0.9, seed=1, ignore_eos=True),
@@ -119,7 +119,7 @@ class Setting:
 @pytest.fixture(scope="module")
 def exact() -> Iterator[TorchModelRunner]:
     runner = TorchModelRunner(
-        gemma_folder() / "model.gguf", max_model_len=512, deterministic=True, num_threads=1
+        gemma_folder() / "model.gguf", max_model_len=512, deterministic=True, num_threads=2
     )
     yield runner
     runner.free_kv_cache()
@@ -127,7 +127,7 @@ def exact() -> Iterator[TorchModelRunner]:
 
 @pytest.fixture(scope="module")
 def fast() -> Iterator[TorchModelRunner]:
-    runner = TorchModelRunner(gemma_folder() / "model.gguf", max_model_len=512, num_threads=1)
+    runner = TorchModelRunner(gemma_folder() / "model.gguf", max_model_len=512, num_threads=2)
     yield runner
     runner.free_kv_cache()
 

@@ -24,7 +24,7 @@ CONFIG = make_config(max_model_len=1024, max_num_seqs=32, max_num_batched_tokens
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[TorchModelRunner]:
-    runner = TorchModelRunner(gemma_folder() / "model.gguf", max_model_len=1024, num_threads=1)
+    runner = TorchModelRunner(gemma_folder() / "model.gguf", max_model_len=1024, num_threads=2)
     yield runner
     runner.free_kv_cache()
 
