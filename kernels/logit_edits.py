@@ -22,7 +22,10 @@ Floats = npt.NDArray[np.float64]
 
 
 def add_bias(logits: Tensor, rows: Ints, token_ids: Ints, biases: Floats) -> None:
-    """Adds biases[i] to the logit of token_ids[i] in rows[i], all [n]."""
+    """Adds biases[i] to the logit of token_ids[i] in rows[i], all [n].
+
+    Raises IndexError for a token beyond the vocabulary: compiled code would write past the row.
+    """
     _add_bias(logits.numpy(), rows, token_ids, biases)
 
 
@@ -44,7 +47,7 @@ def apply_penalties(
 
     Repetition divides a positive logit and multiplies a negative one (Keskar et al. 2019, CTRL, section 4.1,
     with the sign as in Hugging Face's processor). Then frequency × count and, once for any count, presence
-    are taken off, as OpenAI's API defines them.
+    are taken off, as OpenAI's API defines them. Raises IndexError for a token beyond the vocabulary.
     """
     _apply_penalties(logits.numpy(), rows, offsets, token_ids, counts, repetition, frequency, presence)
 
@@ -67,6 +70,8 @@ def apply_bitmask(logits: Tensor, rows: Ints, bitmask: Int32s) -> None:
 @exact
 def _add_bias(logits: Any, rows: Any, token_ids: Any, biases: Any) -> None:
     for i in range(len(rows)):
+        if not 0 <= token_ids[i] < logits.shape[1]:
+            raise IndexError("a biased token is not in the vocabulary")
         logits[rows[i], token_ids[i]] += np.float32(biases[i])
 
 
@@ -84,6 +89,8 @@ def _apply_penalties(
     for i in range(len(rows)):
         row = logits[rows[i]]
         for j in range(offsets[i], offsets[i + 1]):
+            if not 0 <= token_ids[j] < len(row):
+                raise IndexError("a penalized token is not in the vocabulary")
             logit = np.float64(row[token_ids[j]])
             logit = logit / repetition[i] if logit > 0.0 else logit * repetition[i]
             if counts[j] > 0:

@@ -79,3 +79,16 @@ def test_a_bitmask_equals_its_reference(size: int) -> None:
 def test_a_bitmask_that_is_too_short_is_refused() -> None:
     with pytest.raises(ValueError, match="a bitmask of 1 words for 33 tokens"):
         apply_bitmask(random_logits(1, 33), np.array([0]), np.zeros((1, 1), np.int32))
+
+
+@pytest.mark.parametrize("token_id", [-1, 50])
+def test_a_token_beyond_the_vocabulary_is_refused_and_nothing_is_written_past_the_row(token_id: int) -> None:
+    logits = random_logits(3, 50)
+    before = logits.clone()
+    row, one = np.array([1]), np.array([1.0])
+    with pytest.raises(IndexError, match="vocabulary"):
+        add_bias(logits, row, np.array([token_id]), one)
+    ids = np.array([token_id], np.int32)
+    with pytest.raises(IndexError, match="vocabulary"):
+        apply_penalties(logits, row, np.array([0, 1]), ids, np.array([1], np.int32), one, one, one)
+    assert torch.equal(logits, before)

@@ -244,7 +244,7 @@ def test_counts_follow_the_output_token_by_token_and_are_rebuilt_by_a_resume() -
         "repetition_penalty": 1.3,
         "seed": 9,
     }
-    logits = random_logits(1, 40)
+    logits = random_logits(1, 140)
 
     def run(one: Request, length: int) -> list[int]:
         while len(one.output_token_ids) < length:
