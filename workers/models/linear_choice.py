@@ -2,7 +2,7 @@
 
 The timing runs in a process of its own, which is killed when it says nothing for too long: single calls of
 oneDNN's int8 product were seen to spin for ten minutes, and nothing ends a thread that does. What was found
-is kept in a file, for this processor, library and number of threads.
+is kept in a file, for this processor and library.
 """
 
 import json
@@ -32,8 +32,9 @@ LINEAR_MODES = (AUTO, LinearKind.INT8, LinearKind.WEIGHT_ONLY, LinearKind.BF16)
 Shape = tuple[int, int]  # out_features, in_features
 Timings = dict[Shape, dict[LinearKind, list[float]]]  # seconds for each of ROW_BUCKETS
 
+TIMING_COMMAND = (sys.executable, "-m", "workers.models.linear_timing")
 _START_S = 60.0  # the process imports torch
-_SILENCE_S = 20.0
+SILENCE_S = 20.0
 # Another kind must be this much faster than int8 to be kept beside it: each takes memory of its own.
 _WORTH_ANOTHER = 0.67
 
@@ -61,7 +62,7 @@ def choose_linears(mode: str, shapes: Sequence[Shape], cache_folder: Path) -> Li
     path = cache_folder / f"linear-{_fingerprint(shapes)}.json"
     timings = _read(path)
     if timings is None:
-        timings, complete = _measure(shapes)
+        timings, complete = measure(shapes)
         if complete:
             # Without the file the next start measures again.
             with suppress(OSError):
@@ -93,11 +94,10 @@ def choose_kinds(seconds: dict[LinearKind, list[float]]) -> LinearKinds:
     return tuple(chosen)
 
 
-def _measure(shapes: Sequence[Shape]) -> tuple[Timings, bool]:
+def measure(shapes: Sequence[Shape]) -> tuple[Timings, bool]:
     """What the process measured, and whether it came to its end."""
     timings: Timings = {}
-    command = [sys.executable, "-m", "workers.models.linear_timing", str(torch.get_num_threads())]
-    command += [f"{out_features}x{in_features}" for out_features, in_features in shapes]
+    command = [*TIMING_COMMAND, *(f"{out_features}x{in_features}" for out_features, in_features in shapes)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         try:
@@ -108,7 +108,7 @@ def _measure(shapes: Sequence[Shape]) -> tuple[Timings, bool]:
                     timings.setdefault(shape, {})[LinearKind(result["kind"])] = result["seconds"]
                 elif "error" in result:
                     log.info("a way to multiply is not on this machine", extra=result)
-            complete = process.wait(_SILENCE_S) == 0
+            complete = process.wait(SILENCE_S) == 0
         except (TimeoutError, subprocess.TimeoutExpired):
             complete = False
         finally:
@@ -127,7 +127,7 @@ def _results(process: "subprocess.Popen[bytes]") -> Iterator[dict[str, Any]]:
     while True:
         if not select.select([descriptor], [], [], patience)[0]:
             raise TimeoutError
-        patience = _SILENCE_S
+        patience = SILENCE_S
         data = os.read(descriptor, 1 << 16)
         if not data:
             return
@@ -142,7 +142,8 @@ def _fingerprint(shapes: Sequence[Shape]) -> str:
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
-    known = (processor, torch.__version__, torch.get_num_threads(), ROW_BUCKETS, sorted(shapes))
+    settings = (torch.__version__, ROW_BUCKETS, [*LinearKind])
+    known = (processor, *settings, sorted(shapes))
     return sha256(repr(known).encode()).hexdigest()[:16]
 
 

@@ -1,6 +1,9 @@
 """Times every way to multiply with matrices of given shapes, and prints each result as soon as it is there.
 
-Run as a process of its own (see `linear_choice`):  python -m workers.models.linear_timing THREADS OUTxIN ...
+Run as a process of its own (see `linear_choice`):  python -m workers.models.linear_timing OUTxIN ...
+
+On one thread: all ways share their work among threads alike, and a thread that must be woken, or whose core
+is taken, would be what is measured.
 """
 
 import json
@@ -21,10 +24,10 @@ _ORDER = (LinearKind.INT8, LinearKind.BF16, LinearKind.WEIGHT_ONLY, LinearKind.I
 
 @torch.inference_mode()
 def main(arguments: list[str]) -> None:
-    torch.set_num_threads(int(arguments[0]))
+    torch.set_num_threads(1)
     print(json.dumps({"started": True}), flush=True)
     for kind in _ORDER:
-        for argument in arguments[1:]:
+        for argument in arguments:
             out_features, in_features = map(int, argument.split("x"))
             weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0))
             try:
