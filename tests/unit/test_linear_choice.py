@@ -45,9 +45,7 @@ def test_what_is_asked_for_is_not_timed(mode: str, tmp_path: Path) -> None:
 
 
 def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match="must be one of auto, int8, weight_only, bf16, got 'int4'"
-    ):
+    with pytest.raises(ValueError, match="must be one of auto, int8, weight_only, bf16, got 'int4'"):
         choose_linears("int4", SHAPES, tmp_path)
 
 
