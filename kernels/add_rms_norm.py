@@ -6,16 +6,16 @@ import numpy as np
 from torch import Tensor
 
 from kernels.activations import Activations, Format, empty_activations
-from kernels.native import claim, compiled, float32_of_word, floats, inlined, int64s
+from kernels.native import compiled, float32_of_word, floats, words_at
 from kernels.quantize_rows import load_row, store_row
-from kernels.team import FIRST_ARGUMENT, Kernel, float_word
+from kernels.team import Kernel, float_word
 
 _NS_PER_ELEMENT = 1.0
 
 _ONE = np.float32(1.0)
 
 
-@inlined
+@compiled
 def sum_of_squares(row: Any) -> Any:
     """Of an fp32 row."""
     total = np.float32(0.0)
@@ -24,7 +24,7 @@ def sum_of_squares(row: Any) -> Any:
     return total
 
 
-@inlined
+@compiled
 def inverse_rms(squares: Any, dim: int, epsilon: Any) -> Any:
     """1 / sqrt(mean + epsilon) in fp32."""
     return _ONE / np.sqrt(squares / np.float32(dim) + epsilon)
@@ -65,31 +65,11 @@ def add_rms_norm_range(
         store_row(scratch, index, num_rows, values, scales, form)
 
 
-def _body(address: int) -> None:
-    words = int64s(address, FIRST_ARGUMENT + 11)
-    start = claim(address, words[2])
-    while start < words[1]:
-        end = min(start + words[2], words[1])
-        add_rms_norm_range(
-            start,
-            end,
-            words[1],
-            words[3],
-            words[4],
-            words[5],
-            words[6],
-            words[7],
-            words[8],
-            words[9],
-            words[10],
-            words[11],
-            words[12],
-            words[13],
-        )
-        start = claim(address, words[2])
+def _rows(start: int, end: int, arguments: int) -> None:
+    add_rms_norm_range(start, end, *words_at(arguments, 12))
 
 
-_kernel = Kernel(_body)
+_kernel = Kernel(_rows)
 
 
 def add_rms_norm(
@@ -107,6 +87,7 @@ def add_rms_norm(
         num_rows,
         dim * _NS_PER_ELEMENT,
         (
+            num_rows,
             hidden.data_ptr(),
             dim,
             0 if branch is None else branch.values.data_ptr(),

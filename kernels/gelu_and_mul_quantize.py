@@ -3,9 +3,9 @@
 import numpy as np
 
 from kernels.activations import Activations, Format, empty_activations
-from kernels.native import claim, compiled, exp, int64s
+from kernels.native import compiled, exp, words_at
 from kernels.quantize_rows import load_row, store_row
-from kernels.team import FIRST_ARGUMENT, Kernel
+from kernels.team import Kernel
 
 _NS_PER_ELEMENT = 1.0
 
@@ -40,18 +40,11 @@ def gelu_and_mul_range(
         store_row(ups, index, num_rows, values, scales, form)
 
 
-def _body(address: int) -> None:
-    words = int64s(address, FIRST_ARGUMENT + 7)
-    start = claim(address, words[2])
-    while start < words[1]:
-        end = min(start + words[2], words[1])
-        gelu_and_mul_range(
-            start, end, words[1], words[3], words[4], words[5], words[6], words[7], words[8], words[9]
-        )
-        start = claim(address, words[2])
+def _rows(start: int, end: int, arguments: int) -> None:
+    gelu_and_mul_range(start, end, *words_at(arguments, 8))
 
 
-_kernel = Kernel(_body)
+_kernel = Kernel(_rows)
 
 
 def gelu_and_mul_quantize(x: Activations, form: Format) -> Activations:
@@ -62,6 +55,7 @@ def gelu_and_mul_quantize(x: Activations, form: Format) -> Activations:
         num_rows,
         dim * _NS_PER_ELEMENT,
         (
+            num_rows,
             x.values.data_ptr(),
             x.scales.data_ptr(),
             x.code,

@@ -20,11 +20,11 @@ from kernels.activations import SLACK_ROWS, Format
 from kernels.add_rms_norm import add_rms_norm_range
 from kernels.gelu_and_mul_quantize import gelu_and_mul_range
 from kernels.int8_matmul import UNIT, PanelWeights, amx_config, int8_matmul_range
-from kernels.native import claim, inlined, int64s, wait_for
+from kernels.native import claim, compiled, int64s, wait_for
 from kernels.paged_attention_decode import attend_sequence
 from kernels.qk_norm_rope_cache import qk_norm_rope_cache_range
 from kernels.quantize_rows import quantize_range
-from kernels.team import Kernel, float_word
+from kernels.team import TeamKernel, float_word
 
 _PAIR = int(Format.ROTATED_INT8_PAIR)
 _SINGLE = int(Format.ROTATED_INT8)
@@ -55,7 +55,7 @@ _PIECE_UNITS, _PIECE_MATRIX, _PIECE_START = 0, 1, 4
 _PIECE_WORDS = 5
 
 
-@inlined
+@compiled
 def _product(unit: int, words: Any, layer: Any, matrix: int, in_features: int, out_features: int) -> None:
     int8_matmul_range(
         unit,
@@ -74,7 +74,7 @@ def _product(unit: int, words: Any, layer: Any, matrix: int, in_features: int, o
     )
 
 
-@inlined
+@compiled
 def _norm(row: int, words: Any, branch: int, branch_weight: int, weight: int, form: int) -> None:
     add_rms_norm_range(
         row,
@@ -94,7 +94,7 @@ def _norm(row: int, words: Any, branch: int, branch_weight: int, weight: int, fo
     )
 
 
-@inlined
+@compiled
 def _attend(row: int, words: Any, layer: Any) -> None:
     num_rows, num_heads, num_kv_heads, head_dim = (
         words[_NUM_ROWS],
@@ -160,7 +160,7 @@ def _body(address: int) -> None:
     for index in range(num_layers):
         layer = int64s(words[_LAYERS] + 8 * _LAYER_WORDS * index, _LAYER_WORDS)
         last_form = _SINGLE if index == num_layers - 1 else _PAIR
-        for step in range(_PHASES_OF_LAYER - 1):
+        for step in range(_PHASES_OF_LAYER):
             total = num_rows
             if step == 0:
                 total = qkv_size // UNIT
@@ -193,19 +193,14 @@ def _body(address: int) -> None:
                         words[_X_SCALES],
                         _PAIR,
                     )
-                else:
+                elif step == 6:
                     _product(unit, words, layer, _DOWN, intermediate_size, hidden_size)
+                else:
+                    _norm(unit, words, words[_Y], layer[_POST_FEEDFORWARD], layer[_NEXT_NORM], last_form)
                 claim(phase + _DONE, 1)
                 unit = claim(phase, 1)
             wait_for(phase + _DONE, total)
             phase += _PHASE_BYTES
-        unit = claim(phase, 1)
-        while unit < num_rows:
-            _norm(unit, words, words[_Y], layer[_POST_FEEDFORWARD], layer[_NEXT_NORM], last_form)
-            claim(phase + _DONE, 1)
-            unit = claim(phase, 1)
-        wait_for(phase + _DONE, num_rows)
-        phase += _PHASE_BYTES
 
     # Nothing reads the logits before all threads have left, so no phase waits here for another.
     for index in range(words[_NUM_PIECES]):
@@ -231,7 +226,7 @@ def _body(address: int) -> None:
         phase += _PHASE_BYTES
 
 
-_kernel = Kernel(_body)
+_kernel = TeamKernel(_body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +327,7 @@ class GemmaDecode:
                 self._layer_words[index] = _words_of(layer, keys[index], values[index])
             self._caches = caches
         self._counters.fill(0)
-        _kernel.together(
+        _kernel(
             (
                 num_rows,
                 self._counters.ctypes.data,

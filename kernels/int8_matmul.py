@@ -28,8 +28,8 @@ from kernels.int8_tiles import (
     vnni_4,
     vnni_8,
 )
-from kernels.native import claim, compiled, floats, int32s, int64s
-from kernels.team import FIRST_ARGUMENT, Kernel
+from kernels.native import compiled, floats, int32s, words_at
+from kernels.team import Kernel
 
 UNIT = PANEL * PANELS  # output channels that are computed together
 # Up to so many rows VNNI is as fast as a tile of 16.
@@ -160,29 +160,11 @@ def int8_matmul_range(
         amx_end()
 
 
-def _body(address: int) -> None:
-    words = int64s(address, FIRST_ARGUMENT + 11)
-    start = claim(address, words[2])
-    while start < words[1]:
-        int8_matmul_range(
-            start,
-            min(start + words[2], words[1]),
-            words[3],
-            words[4],
-            words[5],
-            words[6],
-            words[7],
-            words[8],
-            words[9],
-            words[10],
-            words[11],
-            words[12],
-            words[13],
-        )
-        start = claim(address, words[2])
+def _rows(start: int, end: int, arguments: int) -> None:
+    int8_matmul_range(start, end, *words_at(arguments, 11))
 
 
-_kernel = Kernel(_body)
+_kernel = Kernel(_rows)
 
 
 def int8_matmul(x: Activations, weights: PanelWeights, out: Tensor) -> None:

@@ -11,7 +11,6 @@ from kernels.logit_rows import (
     BAND,
     CHUNK,
     count_from,
-    exact,
     index_in,
     key_in,
     key_of,
@@ -22,6 +21,7 @@ from kernels.logit_rows import (
     value_of,
     weight_of,
 )
+from kernels.native import exact
 
 
 @exact

@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kernels.logit_rows import exact, row_at
-from kernels.native import claim, int64s
-from kernels.team import FIRST_ARGUMENT, Kernel
+from kernels.logit_rows import row_at
+from kernels.native import exact, int64s
+from kernels.team import Kernel
 
 _NS_PER_MASKED_LOGIT = 0.2
-_NUM_MASK_ARGUMENTS = 5
 
 Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
@@ -98,16 +97,12 @@ def _apply_penalties(
             row[token_ids[j]] = np.float32(logit)
 
 
-def _bitmask_body(address: int) -> None:
-    words = int64s(address, FIRST_ARGUMENT + _NUM_MASK_ARGUMENTS)
-    while True:
-        start = claim(address, words[2])
-        if start >= words[1]:
-            return
-        for i in range(start, min(start + words[2], words[1])):
-            row = int64s(words[6], i + 1)[i]
-            mask = row_at(words[7], i, words[5]).view(np.int32)
-            _mask_row(row_at(words[4], row, words[3]), mask)
+def _bitmask_rows(start: int, end: int, arguments: int) -> None:
+    words = int64s(arguments, 5)
+    for i in range(start, end):
+        row = int64s(words[3], end)[i]
+        mask = row_at(words[4], i, words[2]).view(np.int32)
+        _mask_row(row_at(words[1], row, words[0]), mask)
 
 
 @exact
@@ -120,4 +115,4 @@ def _mask_row(logits: Any, mask: Any) -> None:
             span[bit] = span[bit] if allowed else np.float32(-np.inf)
 
 
-_bitmask_kernel = Kernel(_bitmask_body)
+_bitmask_kernel = Kernel(_bitmask_rows)

@@ -7,16 +7,11 @@ All sums are taken in an order that is spelled out here, without fused or reorde
 the same bits alone, beside others, and in any thread.
 """
 
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
-from numba import njit
 
-from kernels.native import floats, int64s
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from kernels.native import exact, floats, int64s
 
 CHUNK = 512
 """Values in a chunk; a power of two. As many chunks as values in each, of the largest vocabularies."""
@@ -43,13 +38,6 @@ _ONE = np.float32(1.0)
 _ONE_BITS, _23 = np.int32(0x3F800000), np.int32(23)
 _C2, _C3, _C4 = np.float32(1 / 2), np.float32(1 / 6), np.float32(1 / 24)
 _C5, _C6 = np.float32(1 / 120), np.float32(1 / 720)
-
-
-def exact(function: Callable[P, R]) -> Callable[P, R]:
-    """Compiles with numba on first use. Every operation rounds as it is written."""
-    # Fast math must be refused by name: a function without a word on it takes over what its caller has.
-    result: Callable[P, R] = njit(cache=True, nogil=True, fastmath=False, error_model="numpy")(function)
-    return result
 
 
 @exact

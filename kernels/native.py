@@ -49,15 +49,21 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     return result
 
 
-def inlined(function: Callable[P, R]) -> Callable[P, R]:
-    """As `compiled`, for small parts of kernels: LLVM sees caller and callee as one."""
-    result: Callable[P, R] = njit(cache=True, nogil=True, fastmath=FAST_MATH, error_model="numpy")(function)
+def exact(function: Callable[P, R]) -> Callable[P, R]:
+    """As `compiled`, but every operation rounds as it is written."""
+    # Fast math must be refused by name: a function without a word on it takes over what its caller has.
+    result: Callable[P, R] = njit(cache=True, nogil=True, fastmath=False, error_model="numpy")(function)
     return result
 
 
 def intrinsic_of(function: Callable[..., Any]) -> Any:
     """Code in LLVM's terms. What kernels call has no typing context, which type checkers do not know."""
     return cast(Any, intrinsic(function))
+
+
+def literal_intrinsic_of(function: Callable[..., Any]) -> Any:
+    """As `intrinsic_of`, for code that depends on numbers which are written out in the call."""
+    return cast(Any, intrinsic(prefer_literal=True)(function))
 
 
 _carray: Any = numba.carray  # type: ignore[attr-defined]
@@ -99,6 +105,18 @@ def claim(typing_context: Any, address: Any, amount: Any) -> Any:
 
 
 @intrinsic_of
+def call_range(typing_context: Any, function: Any, start: Any, end: Any, arguments: Any) -> Any:
+    """Calls the compiled `(start, end, arguments)` whose code is at the address `function`."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic_of
 def peek(typing_context: Any, address: Any) -> Any:
     """The int64 at `address`; what was written before a `claim` that shows in it can be read after."""
 
@@ -124,55 +142,71 @@ def wait_for(address: int, value: int) -> None:
             _yield_core()
 
 
-@inlined
+@compiled
 def floats(address: int, length: int) -> Any:
     """The fp32 values at an address."""
     return _carray(_pointer(address), (length,), np.float32)
 
 
-@inlined
+@compiled
 def bf16s(address: int, length: int) -> Any:
     """The bf16 values at an address, as uint16: see `from_bf16`."""
     return _carray(_pointer(address), (length,), np.uint16)
 
 
-@inlined
+@compiled
 def bytes_at(address: int, length: int) -> Any:
     """The uint8 values at an address."""
     return _carray(_pointer(address), (length,), np.uint8)
 
 
-@inlined
+@compiled
 def signed_bytes(address: int, length: int) -> Any:
     """The int8 values at an address."""
     return _carray(_pointer(address), (length,), np.int8)
 
 
-@inlined
+@compiled
 def int32s(address: int, length: int) -> Any:
     """The int32 values at an address."""
     return _carray(_pointer(address), (length,), np.int32)
 
 
-@inlined
+@compiled
 def int64s(address: int, length: int) -> Any:
     """The int64 values at an address."""
     return _carray(_pointer(address), (length,), np.int64)
 
 
-@inlined
+@literal_intrinsic_of
+def words_at(typing_context: Any, address: Any, count: Any) -> Any:
+    """The `count` int64 words at an address as a tuple: arguments of a call."""
+    if not isinstance(count, types.IntegerLiteral):
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        first = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        places = [builder.gep(first, [ir.Constant(ir.IntType(64), i)]) for i in range(count.literal_value)]
+        words = [builder.load(place) for place in places]
+        return context.make_tuple(builder, signature.return_type, words)
+
+    uniform: Any = types.UniTuple
+    return uniform(types.int64, count.literal_value)(types.int64, count), generate
+
+
+@compiled
 def float32_of_word(word: Any) -> Any:
     """The fp32 value whose bits are the low half of an int64 argument: see `team.float_word`."""
     return _float_of_bits(np.uint32(word))
 
 
-@inlined
+@compiled
 def from_bf16(bits: Any) -> Any:
     """bf16 to fp32, which is exact."""
     return _float_of_bits(np.uint32(np.uint32(bits) << np.uint32(16)))
 
 
-@inlined
+@compiled
 def to_bf16(value: Any) -> Any:
     """fp32 to bf16, to nearest, ties to even. A NaN stays one as long as its high bits say so."""
     bits = _bits_of_float(value)
@@ -180,19 +214,19 @@ def to_bf16(value: Any) -> Any:
     return np.uint16(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16))
 
 
-@inlined
+@compiled
 def magnitude_bits(value: Any) -> Any:
     """The bits of |value|, ordered as the magnitudes are, NaN above all. Integer maxima vectorize."""
     return np.uint32(_bits_of_float(value) & np.uint32(0x7FFFFFFF))
 
 
-@inlined
+@compiled
 def magnitude_of(bits: Any) -> Any:
     """The inverse of `magnitude_bits`."""
     return _float_of_bits(bits)
 
 
-@inlined
+@compiled
 def exp(x: Any) -> Any:
     """e^x in fp32 with a relative error of 3e-7, without a call, so that loops over it run in vectors.
 

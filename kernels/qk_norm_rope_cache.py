@@ -6,9 +6,9 @@ from torch import Tensor
 
 from kernels.activations import Activations
 from kernels.add_rms_norm import inverse_rms, sum_of_squares
-from kernels.native import bf16s, claim, compiled, float32_of_word, floats, int64s, to_bf16
+from kernels.native import bf16s, compiled, float32_of_word, floats, int64s, to_bf16, words_at
 from kernels.quantize_rows import load_row
-from kernels.team import FIRST_ARGUMENT, Kernel, float_word
+from kernels.team import Kernel, float_word
 
 _NS_PER_ELEMENT = 1.0
 
@@ -67,34 +67,11 @@ def qk_norm_rope_cache_range(
             stored[i] = to_bf16(new[i])
 
 
-def _body(address: int) -> None:
-    words = int64s(address, FIRST_ARGUMENT + 14)
-    start = claim(address, words[2])
-    while start < words[1]:
-        end = min(start + words[2], words[1])
-        qk_norm_rope_cache_range(
-            start,
-            end,
-            words[1],
-            words[3],
-            words[4],
-            words[5],
-            words[6],
-            words[7],
-            words[8],
-            words[9],
-            words[10],
-            words[11],
-            words[12],
-            words[13],
-            words[14],
-            words[15],
-            words[16],
-        )
-        start = claim(address, words[2])
+def _rows(start: int, end: int, arguments: int) -> None:
+    qk_norm_rope_cache_range(start, end, *words_at(arguments, 15))
 
 
-_kernel = Kernel(_body)
+_kernel = Kernel(_rows)
 
 
 def qk_norm_rope_cache(
@@ -119,6 +96,7 @@ def qk_norm_rope_cache(
         num_tokens,
         qkv.values.shape[1] * _NS_PER_ELEMENT,
         (
+            num_tokens,
             qkv.values.data_ptr(),
             qkv.scales.data_ptr(),
             qkv.code,

@@ -10,18 +10,16 @@ from kernels.activations import PLANE_RATIO, Activations, Format, empty_activati
 from kernels.native import (
     bf16s,
     bytes_at,
-    claim,
     compiled,
     floats,
     from_bf16,
-    inlined,
-    int64s,
     magnitude_bits,
     magnitude_of,
     to_bf16,
+    words_at,
 )
 from kernels.rotate_rows import rotate_row
-from kernels.team import FIRST_ARGUMENT, Kernel
+from kernels.team import Kernel
 
 _NS_PER_ELEMENT = 0.4
 
@@ -35,7 +33,7 @@ _BF16, _INT8, _PAIR, _FP32 = (
 )
 
 
-@inlined
+@compiled
 def store_row(row: Any, index: int, num_rows: int, values: int, scales: int, form: int) -> None:
     """Writes an fp32 row, which it may change, to row `index` of `num_rows` activations at `values` and
     `scales`, in the Format whose number is `form`."""
@@ -73,7 +71,7 @@ def store_row(row: Any, index: int, num_rows: int, values: int, scales: int, for
             short[i] = to_bf16(row[i])
 
 
-@inlined
+@compiled
 def load_row(
     row: Any, index: int, num_rows: int, values: int, scales: int, planes: int, start: int, width: int
 ) -> None:
@@ -114,16 +112,11 @@ def quantize_range(
         store_row(row, index, num_rows, values, scales, form)
 
 
-def _body(address: int) -> None:
-    words = int64s(address, FIRST_ARGUMENT + 6)
-    start = claim(address, words[2])
-    while start < words[1]:
-        end = min(start + words[2], words[1])
-        quantize_range(start, end, words[1], words[3], words[4], words[5], words[6], words[7], words[8])
-        start = claim(address, words[2])
+def _rows(start: int, end: int, arguments: int) -> None:
+    quantize_range(start, end, *words_at(arguments, 7))
 
 
-_kernel = Kernel(_body)
+_kernel = Kernel(_rows)
 
 
 def quantize_rows(x: Tensor, form: Format) -> Activations:
@@ -134,6 +127,7 @@ def quantize_rows(x: Tensor, form: Format) -> Activations:
         num_rows,
         dim * _NS_PER_ELEMENT,
         (
+            num_rows,
             x.data_ptr(),
             x.dtype is torch.bfloat16,
             dim,

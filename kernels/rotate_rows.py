@@ -5,15 +5,15 @@ import torch
 from torch import Tensor
 
 from kernels.hadamard import HADAMARD_SIZE, hadamard
-from kernels.native import claim, compiled, floats, inlined, int64s
-from kernels.team import FIRST_ARGUMENT, Kernel
+from kernels.native import compiled, floats, words_at
+from kernels.team import Kernel
 
 _NS_PER_ELEMENT = 1.0
 
 _ONE = np.float32(1.0)
 
 
-@inlined
+@compiled
 def rotate_row(address: int, dim: int) -> None:
     """Rotates the fp32 row at an address in place: see `rotate_rows_ref`."""
     if dim % HADAMARD_SIZE == 0:
@@ -44,15 +44,11 @@ def rotate_range(start: int, end: int, x: int, dim: int) -> None:
         rotate_row(x + 4 * index * dim, dim)
 
 
-def _body(address: int) -> None:
-    words = int64s(address, FIRST_ARGUMENT + 2)
-    start = claim(address, words[2])
-    while start < words[1]:
-        rotate_range(start, min(start + words[2], words[1]), words[3], words[4])
-        start = claim(address, words[2])
+def _rows(start: int, end: int, arguments: int) -> None:
+    rotate_range(start, end, *words_at(arguments, 2))
 
 
-_kernel = Kernel(_body)
+_kernel = Kernel(_rows)
 
 
 def rotate_rows_(x: Tensor) -> Tensor:

@@ -13,19 +13,17 @@ from kernels.logit_rows import (
     LOWEST_KEY,
     chunk_maxima,
     doubles,
-    exact,
     index_in,
     key_in,
     mass_of,
     row_at,
     value_of,
 )
-from kernels.native import claim, int64s
-from kernels.team import FIRST_ARGUMENT, Kernel
+from kernels.native import exact, int64s
+from kernels.team import Kernel
 
 # As in kernels.sampling: maximum, weights and the largest few.
 _NS_PER_LOGIT = 0.3
-_NUM_ARGUMENTS = 7
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -50,20 +48,15 @@ def top_logprobs(logits: Tensor, rows: Ints, count: int) -> tuple[Floats, Ints, 
     return normalizers, token_ids, logprobs
 
 
-def _body(address: int) -> None:
-    words = int64s(address, FIRST_ARGUMENT + _NUM_ARGUMENTS)
-    while True:
-        start = claim(address, words[2])
-        if start >= words[1]:
-            return
-        end = min(start + words[2], words[1])
-        count = words[5]
-        for i in range(start, end):
-            row = int64s(words[6], end)[i]
-            mine = slice(i * count, (i + 1) * count)
-            token_ids = int64s(words[8], end * count)[mine]
-            logprobs = doubles(words[9], end * count)[mine]
-            doubles(words[7], end)[i] = _top_of_row(row_at(words[4], row, words[3]), token_ids, logprobs)
+def _rows(start: int, end: int, arguments: int) -> None:
+    words = int64s(arguments, 7)
+    count = words[2]
+    for i in range(start, end):
+        row = int64s(words[3], end)[i]
+        mine = slice(i * count, (i + 1) * count)
+        token_ids = int64s(words[5], end * count)[mine]
+        logprobs = doubles(words[6], end * count)[mine]
+        doubles(words[4], end)[i] = _top_of_row(row_at(words[1], row, words[0]), token_ids, logprobs)
 
 
 @exact
@@ -85,4 +78,4 @@ def _top_of_row(logits: Any, token_ids: Any, logprobs: Any) -> Any:
     return normalizer
 
 
-_kernel = Kernel(_body)
+_kernel = Kernel(_rows)
