@@ -127,6 +127,25 @@ def peek(typing_context: Any, address: Any) -> Any:
     return types.int64(types.int64), generate
 
 
+@intrinsic_of
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Begins to bring the cache line at `address` near, and waits for nothing."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        integer = ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch",
+            [pointer.type],
+            ir.FunctionType(ir.VoidType(), [pointer.type, integer, integer, integer]),
+        )
+        # To read, into the second level, data.
+        builder.call(function, [pointer, integer(0), integer(2), integer(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 _yield_core: Any = types.ExternalFunction("sched_yield", types.int32())
 _SPINS = 2000
 

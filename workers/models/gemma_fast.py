@@ -24,6 +24,7 @@ from kernels.paged_attention_cpu import (
 )
 from kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from kernels.quantize_rows import quantize_rows
+from kernels.rescore_logits import rescore_logits
 from kernels.rotary_embedding_ref import cos_sin_cache
 from workers.model_step import BLOCK_SIZE, ModelStep
 from workers.models.embedding_table import BlockQuantizedTable, quantize_table
@@ -127,6 +128,7 @@ class FastGemmaModel:
                 cache.values,
                 logits,
             )
+            self._rescore(logits, hidden)
             return logits
         plans = self._plan(step)
         x: Activations | None = None
@@ -179,7 +181,16 @@ class FastGemmaModel:
                 epsilon,
                 next_linear.input_format(num_rows),
             )
-        return self._project(x, num_sampled)
+        logits = self._project(x, num_sampled)
+        self._rescore(logits, hidden)
+        return logits
+
+    def _rescore(self, logits: Tensor, hidden: Tensor) -> None:
+        """Makes the likely tokens' logits exact, from what the last layer left. Whatever the matrix was
+        multiplied as, it was rounded: this table is what the weights say."""
+        table = self._embedding
+        epsilon = self.config.rms_norm_epsilon
+        rescore_logits(logits, hidden, self._final_norm, epsilon, table.values, table.scales)
 
     def _is_decode(self, step: ModelStep) -> bool:
         """Whether `GemmaDecode` computes such a step, and fastest."""
