@@ -127,20 +127,22 @@ def peek(typing_context: Any, address: Any) -> Any:
     return types.int64(types.int64), generate
 
 
+def emit_prefetch(builder: Any, address: Any) -> None:
+    """For use in intrinsics; see `prefetch`."""
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    flag = ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, flag, flag, flag])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
+    # To read, into the second level, data.
+    builder.call(function, [pointer, flag(0), flag(2), flag(1)])
+
+
 @intrinsic_of
 def prefetch(typing_context: Any, address: Any) -> Any:
     """Begins to bring the cache line at `address` near, and waits for nothing."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-        integer = ir.IntType(32)
-        function = builder.module.declare_intrinsic(
-            "llvm.prefetch",
-            [pointer.type],
-            ir.FunctionType(ir.VoidType(), [pointer.type, integer, integer, integer]),
-        )
-        # To read, into the second level, data.
-        builder.call(function, [pointer, integer(0), integer(2), integer(1)])
+        emit_prefetch(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
