@@ -18,7 +18,8 @@ from kernels.native import compiled, float32_of_word, floats, int32s, int64s, pr
 from kernels.team import Kernel, float_word
 
 MARGIN = 2.0
-"""Logits so far below their row's largest, or less, are computed anew."""
+"""Logits so far below their row's largest, or less, are computed anew. Twice as much changed no most
+likely token of the test texts, and took a tenth off the divergence, for four times the candidates."""
 MAX_CANDIDATES = 128
 """Of a row. Where more are as near, the margin is halved until so few are. On texts there were 3 in the mean
 and 34 at most (Gemma 3 270M, 2,390 rows)."""
