@@ -9,14 +9,14 @@ from torch import Tensor
 ZERO_POINT = 128
 # What one step of the first plane is cut into by the second: its rounding error, ±1/2, becomes ±127.
 PLANE_RATIO = 254
-# Rows of memory behind uint8 ones, which `int8_matmul` may read, and does not use.
+# Rows of memory behind those that kernels of ours multiply, which these may read, and do not use.
 SLACK_ROWS = 32
 
 
 class Format(IntEnum):
     """How rows are written for a matrix.
 
-    Rotated ones (see `rotate_rows_ref`) are for matrices that are rotated too. INT8_PAIR has two planes: what
+    Rotated ones (see `rotate_rows_ref`) are for matrices that are rotated too. Pairs have two planes: what
     the first loses to rounding is in the second, so a row is exact to 16 bits, for one more product.
     """
 
@@ -25,6 +25,7 @@ class Format(IntEnum):
     ROTATED_INT8 = 2
     ROTATED_INT8_PAIR = 3
     FP32 = 4
+    INT8_PAIR = 5
 
     @property
     def dtype(self) -> torch.dtype:
@@ -34,7 +35,7 @@ class Format(IntEnum):
     @property
     def planes(self) -> int:
         """How many rows of values stand for one."""
-        return 2 if self is Format.ROTATED_INT8_PAIR else 1
+        return 2 if self in (Format.INT8_PAIR, Format.ROTATED_INT8_PAIR) else 1
 
 
 _DTYPES = {
@@ -43,6 +44,7 @@ _DTYPES = {
     Format.ROTATED_INT8: torch.uint8,
     Format.ROTATED_INT8_PAIR: torch.uint8,
     Format.FP32: torch.float32,
+    Format.INT8_PAIR: torch.uint8,
 }
 
 
@@ -86,5 +88,5 @@ class Activations:
 def empty_activations(num_rows: int, dim: int, form: Format) -> Activations:
     """For a kernel to fill."""
     count = form.planes * num_rows
-    values = torch.empty(count + (SLACK_ROWS if form.dtype is torch.uint8 else 0), dim, dtype=form.dtype)
+    values = torch.empty(count + SLACK_ROWS, dim, dtype=form.dtype)
     return Activations(values[:count], torch.empty(num_rows))

@@ -1,7 +1,7 @@
-"""uint8 × int8 matrix products for few rows, with activations in one plane or two and an fp32 result.
+"""uint8 × int8 matrix products for few rows, with one scale a channel and an fp32 result.
 
 Made for the decodes of a batch, where all is bound by reading the weights: AMX or VNNI instructions, no
-packing of activations, scales and planes put together while the sums are in the cache.
+packing of activations, scales applied while the sums are in the cache.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.activations import PLANE_RATIO, SLACK_ROWS, Activations
+from kernels.activations import SLACK_ROWS, ZERO_POINT, Activations
 from kernels.int8_tiles import (
     HAS_AMX,
     HAS_VNNI,
@@ -33,10 +33,8 @@ from kernels.team import Kernel
 
 UNIT = PANEL * PANELS  # output channels that are computed together
 # Up to so many rows VNNI is as fast as a tile of 16.
-_FEW_ROWS = 8
+_FEW_ROWS = 4
 _NS_PER_WEIGHT = 0.1
-
-_PLANE_SHARE = np.float32(1.0 / PLANE_RATIO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,11 @@ def supports_panels(out_features: int, in_features: int) -> bool:
 
 def pack_panels(values: Tensor, scales: Tensor) -> PanelWeights:
     """values: int8 [out_features, in_features]; scales: fp32 [out_features]."""
+    return PanelWeights(pack_values(values), scales, ZERO_POINT * values.sum(dim=1, dtype=torch.int32))
+
+
+def pack_values(values: Tensor) -> Tensor:
+    """int8 [out_features, in_features] in panels: [out_features / 16, in_features / 4, 16, 4]."""
     out_features, in_features = values.shape
     shape = (out_features // PANEL, in_features // 4, PANEL, 4)
     # Vectors are loaded from multiples of 64 bytes, and torch's memory begins at one.
@@ -74,7 +77,7 @@ def pack_panels(values: Tensor, scales: Tensor) -> PanelWeights:
     panels.copy_(values.view(out_features // PANEL, PANEL, in_features // 4, 4).transpose(1, 2))
     if panels.data_ptr() % 64:
         raise RuntimeError("torch gave memory that does not begin at a multiple of 64 bytes")
-    return PanelWeights(panels, scales, 128 * values.sum(dim=1, dtype=torch.int32))
+    return panels
 
 
 @cache
@@ -102,7 +105,6 @@ def int8_matmul_range(
     x: int,
     x_scales: int,
     num_rows: int,
-    planes: int,
     in_features: int,
     panels: int,
     scales: int,
@@ -113,27 +115,26 @@ def int8_matmul_range(
 ) -> None:
     """Units start … end - 1 of 32 output channels: fp32 at `out`, rows `out_stride` values apart.
 
-    x: uint8 [planes * num_rows, in_features] and readable for SLACK_ROWS more; other addresses as in
+    x: uint8 [num_rows, in_features] and readable for SLACK_ROWS more; other addresses as in
     `PanelWeights`; config: from `amx_config`.
     """
-    num_sums = planes * num_rows
-    sums = np.empty((num_sums + SLACK_ROWS, UNIT), np.int32)
+    sums = np.empty((num_rows + SLACK_ROWS, UNIT), np.int32)
     place = sums.ctypes.data
-    tiled = config != 0 and num_sums > _FEW_ROWS
+    tiled = config != 0 and num_rows > _FEW_ROWS
     if tiled:
         amx_begin(config)
     for unit in range(start, end):
         weights = panels + unit * UNIT * in_features
         row = 0
-        while tiled and row < num_sums:
-            if num_sums - row > 16:
+        while tiled and row < num_rows:
+            if num_rows - row > 16:
                 amx_32(x + row * in_features, in_features, weights, in_features, place + 4 * UNIT * row)
                 row += 32
             else:
                 amx_16(x + row * in_features, in_features, weights, in_features, place + 4 * UNIT * row)
                 row += 16
-        while row < num_sums:
-            left = num_sums - row
+        while row < num_rows:
+            left = num_rows - row
             if left >= 8:
                 vnni_8(x + row * in_features, in_features, weights, in_features, place + 4 * UNIT * row)
                 row += 8
@@ -153,15 +154,13 @@ def int8_matmul_range(
             result = floats(out + 4 * (row * out_stride + unit * UNIT), UNIT)
             for i in range(UNIT):
                 total = np.float32(sums[row, i] - channel_offsets[i])
-                if planes == 2:
-                    total += np.float32(sums[num_rows + row, i] - channel_offsets[i]) * _PLANE_SHARE
                 result[i] = total * channel_scales[i] * row_scales[row]
     if tiled:
         amx_end()
 
 
 def _rows(start: int, end: int, arguments: int) -> None:
-    int8_matmul_range(start, end, *words_at(arguments, 11))
+    int8_matmul_range(start, end, *words_at(arguments, 10))
 
 
 _kernel = Kernel(_rows)
@@ -170,7 +169,7 @@ _kernel = Kernel(_rows)
 def int8_matmul(x: Activations, weights: PanelWeights, out: Tensor) -> None:
     """Writes `x.dequantize() @ weights` to out, fp32 [num_rows, out_features] with neighbouring columns.
 
-    x.values: uint8, with SLACK_ROWS more rows of memory behind them.
+    x.values: uint8 in one plane, with SLACK_ROWS more rows of memory behind them.
     """
     _kernel(
         weights.out_features // UNIT,
@@ -179,7 +178,6 @@ def int8_matmul(x: Activations, weights: PanelWeights, out: Tensor) -> None:
             x.values.data_ptr(),
             x.scales.data_ptr(),
             x.num_rows,
-            x.planes,
             weights.in_features,
             weights.panels.data_ptr(),
             weights.scales.data_ptr(),

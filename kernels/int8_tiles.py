@@ -28,8 +28,28 @@ _ACCUMULATORS = ir.VectorType(_INT32, PANEL)
 _QUADS = ir.VectorType(_INT8, 4 * PANEL)
 
 
-def _at(builder: Any, address: Any, element: Any) -> Any:
+def place_of(builder: Any, address: Any, element: Any = _INT8, offset: int = 0) -> Any:
+    """A pointer to what lies `offset` bytes behind an address."""
+    if offset:
+        address = builder.add(address, ir.Constant(_INT64, offset))
     return builder.inttoptr(address, element.as_pointer())
+
+
+def splat_word(builder: Any, address: Any, offset: int = 0) -> Any:
+    """Four bytes, the same for all channels of a panel."""
+    four = builder.load(place_of(builder, address, _INT32, offset), align=4)
+    undefined = ir.Constant(_ACCUMULATORS, ir.Undefined)
+    first = builder.insert_element(undefined, four, ir.Constant(_INT32, 0))
+    zeros = ir.Constant(_ACCUMULATORS, [0] * PANEL)
+    return builder.bitcast(builder.shuffle_vector(first, undefined, zeros), _QUADS)
+
+
+def dot_of(builder: Any) -> Any:
+    """The instruction: int32 sums + uint8 times int8, four of each for every sum."""
+    return builder.module.declare_intrinsic(
+        "llvm.x86.avx512.vpdpbusd.512",
+        fnty=ir.FunctionType(_ACCUMULATORS, [_ACCUMULATORS, _QUADS, _QUADS]),
+    )
 
 
 def _plus(builder: Any, base: Any, index: Any, size: int) -> Any:
@@ -48,11 +68,7 @@ def vnni_tile(num_rows: int) -> Any:
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             x, x_stride, weights, width, sums = arguments
-            dot = builder.module.declare_intrinsic(
-                "llvm.x86.avx512.vpdpbusd.512",
-                fnty=ir.FunctionType(_ACCUMULATORS, [_ACCUMULATORS, _QUADS, _QUADS]),
-            )
-            undefined = ir.Constant(_ACCUMULATORS, ir.Undefined)
+            dot = dot_of(builder)
             zeros = ir.Constant(_ACCUMULATORS, [0] * PANEL)
             totals = [
                 [cgutils.alloca_once(builder, _ACCUMULATORS) for _ in range(PANELS)] for _ in range(num_rows)
@@ -69,19 +85,19 @@ def vnni_tile(num_rows: int) -> Any:
                 rows.append(builder.add(rows[-1], x_stride))
             with cgutils.for_range(builder, builder.sdiv(width, ir.Constant(_INT64, 4))) as loop:
                 quads = [
-                    builder.load(_at(builder, _plus(builder, each, loop.index, 4 * PANEL), _QUADS), align=64)
+                    builder.load(
+                        place_of(builder, _plus(builder, each, loop.index, 4 * PANEL), _QUADS), align=64
+                    )
                     for each in panels
                 ]
                 for row, row_totals in zip(rows, totals, strict=True):
-                    four = builder.load(_at(builder, _plus(builder, row, loop.index, 4), _INT32), align=4)
-                    first = builder.insert_element(undefined, four, ir.Constant(_INT32, 0))
-                    same = builder.bitcast(builder.shuffle_vector(first, undefined, zeros), _QUADS)
+                    same = splat_word(builder, _plus(builder, row, loop.index, 4))
                     for quad, total in zip(quads, row_totals, strict=True):
                         builder.store(builder.call(dot, [builder.load(total), same, quad]), total)
             for index, row_totals in enumerate(totals):
                 for panel, total in enumerate(row_totals):
                     place = builder.add(sums, ir.Constant(_INT64, 4 * PANEL * (index * PANELS + panel)))
-                    builder.store(builder.load(total), _at(builder, place, _ACCUMULATORS), align=4)
+                    builder.store(builder.load(total), place_of(builder, place, _ACCUMULATORS), align=4)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 5), generate
@@ -89,14 +105,14 @@ def vnni_tile(num_rows: int) -> Any:
     return multiply
 
 
-def _amx_call(builder: Any, name: str, *arguments: Any) -> None:
+def amx_call(builder: Any, name: str, *arguments: Any) -> None:
     function = builder.module.declare_intrinsic(
         f"llvm.x86.{name}", fnty=ir.FunctionType(ir.VoidType(), [each.type for each in arguments])
     )
     builder.call(function, list(arguments))
 
 
-def _tile(number: int) -> Any:
+def tile(number: int) -> Any:
     return ir.Constant(_INT8, number)
 
 
@@ -105,7 +121,7 @@ def amx_begin(typing_context: Any, config: Any) -> Any:
     """Sets up this thread's tiles from the 64 bytes at `config`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _amx_call(builder, "ldtilecfg", _at(builder, arguments[0], _INT8))
+        amx_call(builder, "ldtilecfg", place_of(builder, arguments[0], _INT8))
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -116,7 +132,7 @@ def amx_end(typing_context: Any) -> Any:
     """Gives this thread's tiles back: a context switch need not save them."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _amx_call(builder, "tilerelease")
+        amx_call(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -135,29 +151,29 @@ def amx_tile(row_tiles: int) -> Any:
             x, x_stride, weights, width, sums = arguments
             # Tiles 0 … 3 are sums, 4 and 5 rows, 6 and 7 weights.
             for number in range(row_tiles * PANELS):
-                _amx_call(builder, "tilezero", _tile(number))
+                amx_call(builder, "tilezero", tile(number))
             panel_bytes = builder.mul(width, ir.Constant(_INT64, PANEL))
             row_bytes = builder.mul(x_stride, ir.Constant(_INT64, 16))
             sixty_four = ir.Constant(_INT64, 64)
             with cgutils.for_range(builder, builder.sdiv(width, sixty_four)) as loop:
-                for tile in range(row_tiles):
-                    start = builder.add(x, builder.mul(row_bytes, ir.Constant(_INT64, tile)))
-                    place = _at(builder, _plus(builder, start, loop.index, 64), _INT8)
-                    _amx_call(builder, "tileloadd64", _tile(4 + tile), place, x_stride)
+                for index in range(row_tiles):
+                    start = builder.add(x, builder.mul(row_bytes, ir.Constant(_INT64, index)))
+                    place = place_of(builder, _plus(builder, start, loop.index, 64), _INT8)
+                    amx_call(builder, "tileloadd64", tile(4 + index), place, x_stride)
                 for panel in range(PANELS):
                     start = builder.add(weights, builder.mul(panel_bytes, ir.Constant(_INT64, panel)))
-                    place = _at(builder, _plus(builder, start, loop.index, 1024), _INT8)
-                    _amx_call(builder, "tileloadd64", _tile(6 + panel), place, sixty_four)
-                for tile in range(row_tiles):
+                    place = place_of(builder, _plus(builder, start, loop.index, 1024), _INT8)
+                    amx_call(builder, "tileloadd64", tile(6 + panel), place, sixty_four)
+                for index in range(row_tiles):
                     for panel in range(PANELS):
-                        numbers = _tile(tile * PANELS + panel), _tile(4 + tile), _tile(6 + panel)
-                        _amx_call(builder, "tdpbusd", *numbers)
+                        numbers = tile(index * PANELS + panel), tile(4 + index), tile(6 + panel)
+                        amx_call(builder, "tdpbusd", *numbers)
             stride = ir.Constant(_INT64, 4 * PANEL * PANELS)
-            for tile in range(row_tiles):
+            for index in range(row_tiles):
                 for panel in range(PANELS):
-                    offset = tile * 16 * 4 * PANEL * PANELS + panel * 4 * PANEL
-                    place = _at(builder, builder.add(sums, ir.Constant(_INT64, offset)), _INT8)
-                    _amx_call(builder, "tilestored64", _tile(tile * PANELS + panel), place, stride)
+                    offset = index * 16 * 4 * PANEL * PANELS + panel * 4 * PANEL
+                    place = place_of(builder, builder.add(sums, ir.Constant(_INT64, offset)), _INT8)
+                    amx_call(builder, "tilestored64", tile(index * PANELS + panel), place, stride)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 5), generate

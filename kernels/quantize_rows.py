@@ -28,9 +28,8 @@ _ZERO = np.float32(0.0)
 _LARGEST = np.float32(127.0)
 _ZERO_POINT = np.float32(128.0)
 _PLANE_RATIO = np.float32(PLANE_RATIO)
-_BF16, _INT8, _PAIR, _FP32 = (
-    int(form) for form in (Format.BF16, Format.ROTATED_INT8, Format.ROTATED_INT8_PAIR, Format.FP32)
-)
+_BF16, _FP32, _INT8_PAIR = int(Format.BF16), int(Format.FP32), int(Format.INT8_PAIR)
+_ROTATED_INT8, _ROTATED_INT8_PAIR = int(Format.ROTATED_INT8), int(Format.ROTATED_INT8_PAIR)
 
 
 @compiled
@@ -39,9 +38,9 @@ def store_row(row: Any, index: int, num_rows: int, values: int, scales: int, for
     `scales`, in the Format whose number is `form`."""
     dim = row.shape[0]
     scale = floats(scales + 4 * index, 1)
-    if form != _BF16 and form != _FP32:
+    if form not in (_BF16, _FP32, _INT8_PAIR):
         rotate_row(row.ctypes.data, dim)
-    if form in (_INT8, _PAIR):
+    if form in (_ROTATED_INT8, _ROTATED_INT8_PAIR, _INT8_PAIR):
         maximum_bits = np.uint32(0)
         for i in range(dim):
             maximum_bits = np.uint32(max(maximum_bits, magnitude_bits(row[i])))
@@ -49,7 +48,7 @@ def store_row(row: Any, index: int, num_rows: int, values: int, scales: int, for
         scale[0] = maximum / _LARGEST
         factor = _LARGEST / maximum if maximum != _ZERO else _ZERO
         first = bytes_at(values + index * dim, dim)
-        if form == _INT8:
+        if form == _ROTATED_INT8:
             for i in range(dim):
                 first[i] = np.uint8(np.int32(np.rint(row[i] * factor) + _ZERO_POINT))
         else:

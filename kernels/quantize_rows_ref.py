@@ -13,7 +13,7 @@ def quantize_rows_ref(x: Tensor, form: Format) -> Activations:
     x: fp32 or bf16 [num_rows, dim]. A row of zeros has scale 0.
     """
     x = x.to(torch.float32)
-    if form not in (Format.BF16, Format.FP32):
+    if form not in (Format.BF16, Format.FP32, Format.INT8_PAIR):
         x = rotate_rows_ref(x)
     if form.dtype is not torch.uint8:
         return Activations(x.to(form.dtype), torch.ones(len(x)))

@@ -1,8 +1,6 @@
 """What the fast mode loses against full precision, for each way to multiply, on texts of many kinds.
 
-The Kullback-Leibler divergence is over texts that people wrote. Agreement of the most likely token is along
-what the model itself writes from them in full precision, all tokens given: that is what is served. Where a
-text is a surprise to the model, the first two tokens are near each other: even bf16 agrees on 98 % alone.
+Along texts that people wrote, all tokens given, and along what the model itself writes in full precision.
 """
 
 import json
@@ -28,6 +26,15 @@ FIXTURE: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "fixtures" / "quality_tokens.json").read_text()
 )
 MAX_TOKENS = 256
+# How often the most likely token must be the same along the texts. One token in a hundred there has a second
+# one within 0.02 of the first, which even bf16 swaps; torch's and oneDNN's int8 have one scale a channel,
+# and lose a little more.
+AGREEMENT = {
+    LinearKind.INT8: 0.985,
+    LinearKind.BF16: 0.985,
+    LinearKind.INT8_ONEDNN: 0.97,
+    LinearKind.WEIGHT_ONLY: 0.97,
+}
 
 
 def written(name: str) -> list[int]:
@@ -104,7 +111,7 @@ def fast_logits(model: FastGemmaModel, ids: list[int]) -> Tensor:
 
 def test_the_fixture_is_of_many_kinds() -> None:
     assert len(FIXTURE) >= 8
-    assert sum(len(entry["token_ids"]) for entry in FIXTURE.values()) >= 600
+    assert sum(len(entry["token_ids"]) for entry in FIXTURE.values()) >= 1400
     assert sum(len(entry["greedy"]) for entry in FIXTURE.values()) >= 400
     # Not one phrase over and over.
     assert all(len(set(entry["greedy"])) >= 8 for entry in FIXTURE.values())
@@ -126,8 +133,9 @@ def test_fast_mode_is_near_full_precision(exact: Reference, weights: GemmaWeight
             num_own += len(own)
     print(
         f"{kind}: KL {divergence / num_tokens:.5f} over {num_tokens:.0f} tokens, most likely token the same: "
-        f"{agreeing / num_own:.2%} of {num_own:.0f} of the model's own, "
-        f"{agreeing_on_texts / num_tokens:.1%} of those in the texts"
+        f"{agreeing_on_texts / num_tokens:.2%} of them, and {agreeing / num_own:.2%} of {num_own:.0f} of the "
+        "model's own"
     )
     assert divergence / num_tokens <= 0.01
+    assert agreeing_on_texts / num_tokens >= AGREEMENT[kind]
     assert agreeing / num_own >= 0.985

@@ -1,7 +1,8 @@
 """Matrices of the fast mode: int8 by int8, int8 weights alone, or bf16, as is fastest for the rows at hand.
 
-int8 weights have a scale for each output channel, int8 activations one for each row. The scale of a row
-stays beside the product (see `kernels.activations`), so oneDNN multiplies with an activation scale of 1.
+Our own int8 products have a scale for each 32 inputs of a channel, torch's one for each output channel; int8
+activations one for each row. The scale of a row stays beside oneDNN's product (see `kernels.activations`),
+so it multiplies with an activation scale of 1.
 """
 
 from enum import StrEnum
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from kernels.activations import ZERO_POINT, Activations, Format
+from kernels.block_int8_matmul import BlockPanelWeights, block_int8_matmul, input_format, pack_blocks
 from kernels.int8_matmul import PanelWeights, int8_matmul, pack_panels, supports_panels
 from kernels.rotate_rows import rotate_rows_
+from workers.models.block_quantization import quantize_blocks
 from workers.models.layers import Linear
 
 
@@ -52,48 +55,46 @@ def quantize_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight * factors[:, None]).round().to(torch.int8), scales
 
 
+def _quantize_rotated(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_channels` of weights for activations that come rotated."""
+    return quantize_channels(rotate_rows_(weight.clone()))
+
+
 class FastLinear:
     """A matrix without bias. Keeps the layouts that its kinds need and nothing else."""
 
-    def __init__(
-        self,
-        weight: Tensor,
-        kinds: LinearKinds,
-        *,
-        int8_format: Format = Format.ROTATED_INT8_PAIR,
-        onednn_output: torch.dtype = torch.bfloat16,
-    ) -> None:
-        """weight: fp32 [out_features, in_features]. int8 by int8 products take `int8_format`, those of oneDNN
-        give `onednn_output`, bf16 or fp32.
+    def __init__(self, weight: Tensor, kinds: LinearKinds, *, rescored: bool = False) -> None:
+        """weight: fp32 [out_features, in_features].
+
+        `rescored`: the largest results are computed again, exactly (see `rescore_logits`). So int8 by int8
+        products have one scale a channel and one plane of activations, and oneDNN gives fp32.
 
         Raises ValueError for INT8 where our kernels cannot: see `supports_panels`.
         """
         self.out_features, self.in_features = weight.shape
         self._kinds = kinds
-        self._formats = {
-            LinearKind.INT8: int8_format,
-            LinearKind.INT8_ONEDNN: int8_format,
-            LinearKind.WEIGHT_ONLY: Format.ROTATED_BF16,
-            LinearKind.BF16: Format.BF16,
-        }
-        self._onednn_output = onednn_output
+        self._rescored = rescored
         self.panels: PanelWeights | None = None
+        self.blocks: BlockPanelWeights | None = None
         if LinearKind.BF16 in kinds:
             self._float = Linear(weight.to(torch.bfloat16), typical_rows=ROW_BUCKETS[1])
-        if set(kinds) != {LinearKind.BF16}:
-            # The activations come rotated: so must the weights.
-            values, self._scales = quantize_channels(rotate_rows_(weight.clone()))
+        if LinearKind.INT8 in kinds:
+            if not supports_panels(self.out_features, self.in_features):
+                raise ValueError(
+                    f"no int8 kernel here for a matrix of {self.out_features} x {self.in_features}"
+                )
+            if rescored:
+                self.panels = pack_panels(*_quantize_rotated(weight))
+            else:
+                values, scales = quantize_blocks(weight)
+                self.blocks = pack_blocks(values.flatten(1), scales.flatten(1))
+        if LinearKind.WEIGHT_ONLY in kinds or LinearKind.INT8_ONEDNN in kinds:
+            values, self._scales = _quantize_rotated(weight)
             if LinearKind.WEIGHT_ONLY in kinds:
                 self._values, self._bf16_scales = values, self._scales.to(torch.bfloat16)
             if LinearKind.INT8_ONEDNN in kinds:
                 self._packed = torch.ops.onednn.qlinear_prepack(values, None)
                 self._zero_points = torch.zeros(self.out_features, dtype=torch.int64)
-            if LinearKind.INT8 in kinds:
-                if not supports_panels(self.out_features, self.in_features):
-                    raise ValueError(
-                        f"no int8 kernel here for a matrix of {self.out_features} x {self.in_features}"
-                    )
-                self.panels = pack_panels(values, self._scales)
 
     def kind(self, num_rows: int) -> LinearKind:
         """How `num_rows` rows are multiplied."""
@@ -101,7 +102,17 @@ class FastLinear:
 
     def input_format(self, num_rows: int) -> Format:
         """How `num_rows` rows must come."""
-        return self._formats[self.kind(num_rows)]
+        match self.kind(num_rows):
+            case LinearKind.INT8 | LinearKind.INT8_ONEDNN if self._rescored:
+                return Format.ROTATED_INT8
+            case LinearKind.INT8:
+                return input_format(num_rows)
+            case LinearKind.INT8_ONEDNN:
+                return Format.ROTATED_INT8_PAIR
+            case LinearKind.WEIGHT_ONLY:
+                return Format.ROTATED_BF16
+            case LinearKind.BF16:
+                return Format.BF16
 
     def __call__(self, x: Activations, out: Tensor | None = None) -> Activations:
         """x: [num_rows, in_features] in `input_format`, made by a kernel.
@@ -110,10 +121,13 @@ class FastLinear:
         fp32 [num_rows, out_features] with neighbouring columns.
         """
         kind = self.kind(x.num_rows)
-        if kind is LinearKind.INT8 and self.panels is not None:
+        if kind is LinearKind.INT8:
             if out is None:
                 out = torch.empty(x.num_rows, self.out_features)
-            int8_matmul(x, self.panels, out)
+            if self.blocks is not None:
+                block_int8_matmul(x, self.blocks, out)
+            elif self.panels is not None:
+                int8_matmul(x, self.panels, out)
             return Activations(out, _ones(x.num_rows))
         if kind is LinearKind.INT8_ONEDNN:
             product = torch.ops.onednn.qlinear_pointwise(
@@ -126,7 +140,7 @@ class FastLinear:
                 None,
                 1.0,
                 0,
-                self._onednn_output,
+                torch.float32 if self._rescored else torch.bfloat16,
                 "none",
                 [],
                 "",

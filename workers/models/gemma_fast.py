@@ -11,7 +11,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from kernels.activations import Activations, Format
+from kernels.activations import Activations
 from kernels.add_rms_norm import add_rms_norm
 from kernels.attention_blocks import LANES
 from kernels.gelu_and_mul_quantize import gelu_and_mul_quantize
@@ -91,9 +91,7 @@ class FastGemmaModel:
             values.append(part.values)
             scales.append(part.scales)
             kinds = choose_kinds(*piece.shape)
-            self._lm_head.append(
-                FastLinear(piece, kinds, int8_format=Format.ROTATED_INT8, onednn_output=torch.float32)
-            )
+            self._lm_head.append(FastLinear(piece, kinds, rescored=True))
         self._embedding = BlockQuantizedTable(torch.cat(values), torch.cat(scales))
         self._layers = [_load_layer(weights, index, choose_kinds) for index in range(config.num_layers)]
         self._final_norm = weights.final_norm()
@@ -231,8 +229,8 @@ class FastGemmaModel:
 
     def _decode_layer(self, index: int) -> DecodeLayer | None:
         layer = self._layers[index]
-        qkv, output = layer.qkv.panels, layer.output.panels
-        gate_up, down = layer.gate_up.panels, layer.down.panels
+        qkv, output = layer.qkv.blocks, layer.output.blocks
+        gate_up, down = layer.gate_up.blocks, layer.down.blocks
         if qkv is None or output is None or gate_up is None or down is None:
             return None
         return DecodeLayer(

@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
             out_features, in_features = map(int, argument.split("x"))
             weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0))
             try:
-                linear = FastLinear(weight, same_kind(kind), onednn_output=torch.float32)
+                linear = FastLinear(weight, same_kind(kind))
                 seconds = [_time(linear, num_rows) for num_rows in ROW_BUCKETS]
             except (
                 RuntimeError,
