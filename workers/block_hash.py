@@ -6,6 +6,8 @@ from enum import StrEnum
 from functools import lru_cache
 from hashlib import blake2b
 
+from workers.block_pool import BLOCK_SIZE
+
 # 256 bits: with fewer, who may send any prompt could look for two that collide.
 _DIGEST_BYTES = 32
 _MAX_TOKEN_ID = (1 << 32) - 1
@@ -30,7 +32,7 @@ class BlockHasher:
     another one has asked.
     """
 
-    def __init__(self, model: str, layout: str, sharing: PrefixSharing, block_size: int = 16) -> None:
+    def __init__(self, model: str, layout: str, sharing: PrefixSharing, block_size: int = BLOCK_SIZE) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.block_size = block_size

@@ -3,6 +3,9 @@
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
+BLOCK_SIZE = 16
+"""Tokens of a block."""
+
 
 class NoFreeBlocksError(RuntimeError):
     """More blocks were asked for than are free. The caller should have looked at `num_free_blocks`."""
@@ -19,7 +22,7 @@ class BlockPool:
     the others; then cached ones, the least recently freed first. `evictions` counts the latter.
     """
 
-    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
+    def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         if block_size < 1:

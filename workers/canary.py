@@ -1,7 +1,7 @@
 """A known prompt through the engine, again and again: a worker that computes wrong takes itself out.
 
-It is an ordinary request to the engine and nothing to the rest: nobody is told of its tokens or billed for
-them. Pure: the engine is given, time is not asked.
+It is an ordinary request to the engine, but that nobody has to give up a seat for it, and nothing to the
+rest: nobody is told of its tokens or billed for them. Pure: the engine is given, time is not asked.
 """
 
 import logging
@@ -91,6 +91,7 @@ class Canary:
             sampling=SamplingParams(num_tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs),
             reply_partition=_REPLY_PARTITION,
             expected_output_tokens=num_tokens,
+            num_seats=0,
         )
         return self._running
 

@@ -101,15 +101,17 @@ class KVBudget:
         running, pool = self._running, self._kv.pool
         free = pool.num_free_blocks
         num_left = len(running)
+        num_seats = max_num_seqs - running.num_seats - request.num_seats
         if num_new_blocks > free + (
             running.num_blocks_below(request.priority) if running.has_below(request.priority) else 0
         ):
             return None
         holders: dict[int, int] = {}
-        while num_left >= max_num_seqs or num_new_blocks > free:
+        while num_seats < 0 or num_new_blocks > free:
             if num_left == 0 or running[num_left - 1].priority <= request.priority:
                 return None
             num_left -= 1
+            num_seats += running[num_left].num_seats
             for block in running[num_left].block_table:
                 holders[block] = left = holders.get(block, pool.ref_cnt(block)) - 1
                 free += left == 0

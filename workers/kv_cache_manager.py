@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from workers.block_hash import BlockHasher
-from workers.block_pool import BlockPool
+from workers.block_pool import BLOCK_SIZE, BlockPool
 from workers.request import Request
 
 
@@ -199,21 +199,17 @@ class KVCacheManager:
         hashes = request.block_hashes
         if len(hashes) < num_blocks:
             assert self.hasher is not None
-            tokens = _tokens(request, len(hashes) * self.block_size, num_blocks * self.block_size)
+            tokens = request.tokens(len(hashes) * self.block_size, num_blocks * self.block_size)
             self.hasher.extend(hashes, tokens, request.tenant)
         return hashes
 
 
-def _tokens(request: Request, start: int, end: int) -> list[int]:
-    """Tokens start … end - 1 of prompt and output."""
-    prompt, output = request.prompt_token_ids, request.output_token_ids
-    if start >= len(prompt):
-        return output[start - len(prompt) : end - len(prompt)]
-    return prompt[start:end] + output[: max(0, end - len(prompt))]
-
-
 def make_kv_cache_manager(
-    num_blocks: int, *, num_host_blocks: int = 0, hasher: BlockHasher | None = None, block_size: int = 16
+    num_blocks: int,
+    *,
+    num_host_blocks: int = 0,
+    hasher: BlockHasher | None = None,
+    block_size: int = BLOCK_SIZE,
 ) -> KVCacheManager:
     """A manager with pools of its own; no host pool for 0 host blocks."""
     host_pool = BlockPool(num_host_blocks, block_size) if num_host_blocks else None

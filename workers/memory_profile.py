@@ -6,12 +6,12 @@ from typing import Protocol
 from schemas.priority import PriorityClass
 from schemas.records import LogitBias, SamplingParams
 from workers.batch import ModelRunner, ScheduledSequence, SchedulerOutput
+from workers.block_pool import BLOCK_SIZE
 from workers.memory import available_bytes, peak_bytes
 from workers.pool_sizes import MemoryProfile
 from workers.request import Request
 from workers.scheduler_config import SchedulerConfig
 
-BLOCK_SIZE = 16
 # Sequences of the profile share the blocks of a small pool: what they attend to is of no matter.
 _NUM_SCRATCH_BLOCKS = 64
 # Longer contexts take time and no memory: keys and values are read where they lie.
@@ -57,7 +57,8 @@ def worst_batches(config: SchedulerConfig, vocab_size: int) -> list[SchedulerOut
     prompts = [min(longest, each + (index < more)) for index in range(num_seqs)]
     return [
         _step([(length, length) for length in prompts], vocab_size),
-        _step([(min(_DECODE_CONTEXT, config.max_model_len), 1)] * num_seqs, vocab_size),
+        # The canary has a seat beside them.
+        _step([(min(_DECODE_CONTEXT, config.max_model_len), 1)] * (num_seqs + 1), vocab_size),
     ]
 
 

@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from workers.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
+from workers.block_pool import BLOCK_SIZE
 from workers.exact_forward import ExactForward
 from workers.kv_memory import KVMemory
-from workers.model_step import BLOCK_SIZE, StepLimits, prepare_step
+from workers.model_step import StepLimits, prepare_step
 from workers.models.gemma import GemmaModel
 from workers.models.gemma_fast import FastGemmaModel, gemma_shapes
 from workers.models.gemma_weights import GemmaWeights
 from workers.models.linear_choice import AUTO, choose_linears
 from workers.sampler import Sampler
 from workers.weights.gguf import GGUFFile
-
-__all__ = ["BLOCK_SIZE", "TorchModelRunner"]
 
 
 class TorchModelRunner:
@@ -143,8 +142,6 @@ class TorchModelRunner:
         memory = self._allocated()
         limits = StepLimits(self.vocab_size, memory.num_blocks, self.max_model_len)
         step = prepare_step(scheduled, limits)
-        if isinstance(self._forward, ExactForward):
-            return self._forward.compute_logits(step, memory.device)
         return self._forward.compute_logits(step, memory.device)
 
     def _allocated(self) -> KVMemory:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.batch import ScheduledSequence
-
-BLOCK_SIZE = 16
+from workers.block_pool import BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def prepare_step(scheduled: Sequence[ScheduledSequence], limits: StepLimits) -> 
                 table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
                 for position in range(start, end)
             ]
-        token_ids += _tokens(sequence)
+        token_ids += request.tokens(start, end)
         block_tables.append(table)
         seq_lens.append(end)
         query_start_loc.append(query_start_loc[-1] + end - start)
@@ -109,14 +108,3 @@ def _check(sequence: ScheduledSequence, max_model_len: int) -> None:
 
 def _error(sequence: ScheduledSequence, problem: str) -> ValueError:
     return ValueError(f"request {sequence.request.request_id.hex()}: {problem}")
-
-
-def _tokens(sequence: ScheduledSequence) -> list[int]:
-    """The token ids that a sequence has scheduled, from prompt and output."""
-    request = sequence.request
-    prompt, output = request.prompt_token_ids, request.output_token_ids
-    start = request.num_computed_tokens
-    end = start + sequence.num_scheduled_tokens
-    if start >= len(prompt):
-        return output[start - len(prompt) : end - len(prompt)]
-    return prompt[start:end] + output[: max(0, end - len(prompt))]

@@ -60,7 +60,7 @@ class PromptScheduler:
         waiting, kv, running = self._waiting, self._kv, self._running
         num_passed = 0
         while request := waiting.first(priority, blocked_partitions, num_passed):
-            if len(running) >= self._max_num_seqs and not running.has_below(priority):
+            if not self._has_seat(request) and not running.has_below(priority):
                 return False
             if plan.num_tokens_left <= 0 or num_passed > _MAX_PASSED_OVER:
                 return False
@@ -85,12 +85,14 @@ class PromptScheduler:
             return False
         while num_victims := budget.num_victims(request, num_new_blocks, self._max_num_seqs):
             for _ in range(num_victims):
-                no_seat = len(running) >= self._max_num_seqs
-                reason = _SEQS if no_seat else _BLOCKS
+                reason = _BLOCKS if self._has_seat(request) else _SEQS
                 self._preemption.preempt(running.last, request, reason, plan)
             # A block that a victim gave back may be one that the request was to share with it.
             num_new_blocks = kv.num_new_blocks_for(request, request.num_tokens)
         return num_victims == 0
+
+    def _has_seat(self, request: Request) -> bool:
+        return self._running.num_seats + request.num_seats <= self._max_num_seqs
 
     def _start(self, request: Request, plan: StepPlan) -> None:
         kv = self._kv

@@ -81,7 +81,8 @@ class Request:
     it when the request was first admitted. `num_held_tokens` of the newest output tokens were not told to
     anybody yet. `num_preemptions` counts how often it lost its place in the batch. The scheduler sets
     `max_output_tokens`, where its length ends it at the latest, and `num_expected_blocks`, which it is
-    reckoned to hold at its end. The sampler keeps `token_counts` where penalties need them.
+    reckoned to hold at its end. It takes `num_seats` places among max_num_seqs: one, or none for what the
+    engine runs for itself. The sampler keeps `token_counts` where penalties need them.
 
     Units: all lengths in tokens, tables in block ids, times nowhere.
     """
@@ -97,6 +98,7 @@ class Request:
     tenant: str = ""
     stop_checker: StopChecker | None = None
     constraint: TokenConstraint | None = None
+    num_seats: int = 1
     arrival: int = 0
     status: RequestStatus = RequestStatus.WAITING
     block_table: list[int] = field(default_factory=list)
@@ -121,6 +123,13 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens whose KV the next step may need: prompt and output so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Tokens start … end - 1 of prompt and output."""
+        prompt, output = self.prompt_token_ids, self.output_token_ids
+        if start >= len(prompt):
+            return output[start - len(prompt) : end - len(prompt)]
+        return prompt[start:end] + output[: max(0, end - len(prompt))]
 
     def transition_to(self, status: RequestStatus) -> None:
         """Raises ValueError on a move that the table does not hold."""

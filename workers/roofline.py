@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-BLOCK_SIZE = 16
+from workers.block_pool import BLOCK_SIZE
 
 
 class DType(StrEnum):

@@ -21,6 +21,8 @@ class RunningBatch:
     def __init__(self) -> None:
         self._requests: list[Request] = []
         self._future_blocks = [0] * len(PriorityClass)
+        self.num_seats = 0
+        """Places among max_num_seqs that are taken."""
         self.num_removed = 0
         """Requests that left so far."""
 
@@ -40,6 +42,7 @@ class RunningBatch:
     def add(self, request: Request, num_expected_blocks: int) -> None:
         request.num_expected_blocks = max(num_expected_blocks, len(request.block_table))
         insort(self._requests, request, key=_order)
+        self.num_seats += request.num_seats
         self._future_blocks[request.priority] += request.num_expected_blocks - len(request.block_table)
 
     def remove(self, request: Request) -> None:
@@ -47,6 +50,7 @@ class RunningBatch:
         index = bisect_left(self._requests, _order(request), key=_order)
         assert self._requests[index] is request
         del self._requests[index]
+        self.num_seats -= request.num_seats
         self.num_removed += 1
         self._future_blocks[request.priority] -= request.num_expected_blocks - len(request.block_table)
 

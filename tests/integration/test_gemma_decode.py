@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kernels.int8_matmul import supports_panels
 from tests.model_files import gemma_folder
-from workers.model_step import BLOCK_SIZE, ModelStep
+from workers.block_pool import BLOCK_SIZE
+from workers.model_step import ModelStep
 from workers.models.fast_linear import LinearKind, same_kind
 from workers.models.gemma_fast import FastGemmaModel
 from workers.models.gemma_weights import GemmaWeights

@@ -15,7 +15,8 @@ from schemas.priority import PriorityClass
 from schemas.records import SamplingParams
 from tests.model_files import gemma_folder
 from workers.batch import ScheduledSequence, SchedulerOutput
-from workers.model_runner import BLOCK_SIZE, TorchModelRunner
+from workers.block_pool import BLOCK_SIZE
+from workers.model_runner import TorchModelRunner
 from workers.request import Request
 
 FIXTURE = json.loads((Path(__file__).parents[1] / "fixtures" / "gemma3_logits.json").read_text())

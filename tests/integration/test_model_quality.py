@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.model_files import gemma_folder
-from workers.model_step import BLOCK_SIZE, ModelStep
+from workers.block_pool import BLOCK_SIZE
+from workers.model_step import ModelStep
 from workers.models.fast_linear import LinearKind, same_kind
 from workers.models.gemma import GemmaModel
 from workers.models.gemma_fast import FastGemmaModel

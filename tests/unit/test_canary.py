@@ -2,8 +2,9 @@
 
 import pytest
 
+from schemas.priority import PriorityClass
 from schemas.sampling import TokenLogprobs
-from tests.engine_factories import make_engine
+from tests.engine_factories import make_engine, make_request
 from workers.batch import RunnerOutput, SchedulerOutput
 from workers.canary import CANARY_REQUEST_ID, NUM_LEARNED_TOKENS, Canary, CanaryFailedError
 from workers.engine import Engine
@@ -119,6 +120,32 @@ def test_outputs_of_others_are_passed_over() -> None:
     )
     canary.on_output(RequestOutput(other, 0, [KNOWN[0] + 1], FinishReason.STOP))
     assert canary.next_run() is None
+
+
+def test_nobody_gives_up_a_seat_for_it_and_it_takes_none() -> None:
+    engine, canary = make_engine(max_num_seqs=2), Canary(PROMPT, KNOWN)
+    engine.runner = RUNNER
+    running = [make_request(n, priority=PriorityClass.BATCH, max_tokens=50) for n in (1, 2)]
+    for each in running:
+        engine.add_request(each)
+    engine.step()
+    request = canary.next_run()
+    assert request is not None
+    engine.add_request(request)
+    batch, outputs = engine.step()
+    assert batch.admitted == [request]
+    assert not batch.preempted
+    assert len(batch.scheduled) == 3
+    # While it runs the seats are two as before: one victim is enough for one of a higher class.
+    higher = make_request(3, prompt_len=5)
+    engine.add_request(higher)
+    batch, more = engine.step()
+    assert [each.victim for each in batch.preempted] == [running[1]]
+    assert engine.scheduler.num_running == 3
+    for output in outputs + more:
+        canary.on_output(output)
+    end(engine, canary)
+    assert not engine.scheduler.running.num_seats
 
 
 def test_it_never_finds_itself_in_the_prefix_cache() -> None:

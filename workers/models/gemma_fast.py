@@ -26,7 +26,8 @@ from kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from kernels.quantize_rows import quantize_rows
 from kernels.rescore_logits import rescore_logits
 from kernels.rotary_embedding_ref import cos_sin_cache
-from workers.model_step import BLOCK_SIZE, ModelStep
+from workers.block_pool import BLOCK_SIZE
+from workers.model_step import ModelStep
 from workers.models.embedding_table import BlockQuantizedTable, quantize_table
 from workers.models.fast_linear import FastLinear, LinearKind, LinearKinds
 from workers.models.gemma_weights import GemmaWeights
