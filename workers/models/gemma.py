@@ -3,7 +3,6 @@
 Nothing here depends on the batch; what is fast is in `gemma_fast`.
 """
 
-from dataclasses import dataclass
 from math import sqrt
 
 import torch
@@ -14,20 +13,6 @@ from kernels.rms_norm_ref import rms_norm_ref
 from kernels.rotary_embedding_ref import cos_sin_cache, rotary_embedding_ref
 from workers.models.gemma_weights import GemmaWeights
 from workers.models.layers import Attention, Linear
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    sliding_window: int | None
-    input_norm: Tensor
-    qkv: Linear
-    qk_norm: Tensor
-    output: Linear
-    post_attention_norm: Tensor
-    pre_feedforward_norm: Tensor
-    gate_up: Linear
-    down: Linear
-    post_feedforward_norm: Tensor
 
 
 class GemmaModel:
@@ -44,7 +29,7 @@ class GemmaModel:
         self._embedding = torch.cat(list(weights.embedding()))
         # A copy in another layout: rows are looked up in the one and all rows multiplied in the other.
         self._lm_head = Linear(self._embedding, typical_rows=8)
-        self._layers = [_load_layer(weights, index) for index in range(config.num_layers)]
+        self._layers = [weights.layer(index).convert(Linear) for index in range(config.num_layers)]
         self._final_norm = weights.final_norm()
         self._cos_sin = {
             None: cos_sin_cache(config.rope_base, config.head_dim, self.max_model_len),
@@ -94,19 +79,3 @@ class GemmaModel:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden: [num_rows, hidden_size] from `forward`. Returns fp32 [num_rows, vocab_size]."""
         return self._lm_head(hidden)
-
-
-def _load_layer(weights: GemmaWeights, index: int) -> _Layer:
-    read = weights.layer(index)
-    return _Layer(
-        sliding_window=weights.config.layer_window(index),
-        input_norm=read.input_norm,
-        qkv=Linear(read.qkv),
-        qk_norm=read.qk_norm,
-        output=Linear(read.output),
-        post_attention_norm=read.post_attention_norm,
-        pre_feedforward_norm=read.pre_feedforward_norm,
-        gate_up=Linear(read.gate_up),
-        down=Linear(read.down),
-        post_feedforward_norm=read.post_feedforward_norm,
-    )

@@ -5,7 +5,6 @@ stream is fp32; what matrices take and give is quantized or bf16 (see `kernels.a
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import sqrt
 
 import torch
@@ -39,20 +38,6 @@ _VOCABULARY_PIECE = 32_768
 
 # Chooses how matrices of a shape are multiplied: (out_features, in_features) to kinds.
 ChooseKinds = Callable[[int, int], LinearKinds]
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    sliding_window: int | None
-    input_norm: Tensor
-    qkv: FastLinear
-    qk_norm: Tensor
-    output: FastLinear
-    post_attention_norm: Tensor
-    pre_feedforward_norm: Tensor
-    gate_up: FastLinear
-    down: FastLinear
-    post_feedforward_norm: Tensor
 
 
 def gemma_shapes(weights: GemmaWeights) -> list[tuple[int, int]]:
@@ -94,7 +79,11 @@ class FastGemmaModel:
             kinds = choose_kinds(*piece.shape)
             self._lm_head.append(FastLinear(piece, kinds, rescored=True))
         self._embedding = BlockQuantizedTable(torch.cat(values), torch.cat(scales))
-        self._layers = [_load_layer(weights, index, choose_kinds) for index in range(config.num_layers)]
+
+        def linear(weight: Tensor) -> FastLinear:
+            return FastLinear(weight, choose_kinds(*weight.shape))
+
+        self._layers = [weights.layer(index).convert(linear) for index in range(config.num_layers)]
         self._final_norm = weights.final_norm()
         self._cos_sin = {
             None: cos_sin_cache(config.rope_base, config.head_dim, self.max_model_len),
@@ -130,18 +119,11 @@ class FastGemmaModel:
             self._rescore(logits, hidden)
             return logits
         plans = self._plan(step)
-        x: Activations | None = None
+        first, num_rows = self._layers[0], len(hidden)
+        x = add_rms_norm(
+            hidden, None, first.input_norm, first.input_norm, epsilon, first.qkv.input_format(num_rows)
+        )
         for index, layer in enumerate(self._layers):
-            num_rows = len(hidden)
-            if x is None:
-                x = add_rms_norm(
-                    hidden,
-                    None,
-                    layer.input_norm,
-                    layer.input_norm,
-                    epsilon,
-                    layer.qkv.input_format(num_rows),
-                )
             keys, values = cache.keys[index], cache.values[index]
             query = qk_norm_rope_cache(
                 layer.qkv(x),
@@ -200,14 +182,8 @@ class FastGemmaModel:
 
     def _make_decode(self) -> GemmaDecode | None:
         """None where a matrix is multiplied in other ways only."""
-        self._linears = [
-            self._lm_head[0],
-            *(
-                linear
-                for layer in self._layers[:1]
-                for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-            ),
-        ]
+        first = self._layers[0]
+        self._linears = [first.qkv, first.output, first.gate_up, first.down, self._lm_head[0]]
         lm_head = [linear.panels for linear in self._lm_head if linear.panels is not None]
         layers = [self._decode_layer(index) for index in range(len(self._layers))]
         if len(lm_head) < len(self._lm_head) or self.config.head_dim % LANES:
@@ -270,10 +246,10 @@ class FastGemmaModel:
             return following.input_norm, following.qkv
         return self._final_norm, self._lm_head[0]
 
-    def _project(self, x: Activations | None, num_rows: int) -> Tensor:
+    def _project(self, x: Activations, num_rows: int) -> Tensor:
         """All logits of normed rows."""
         logits = self._buffer(num_rows)
-        if x is None or not num_rows:
+        if not num_rows:
             return logits
         scales = x.scales[:, None]
         start = 0
@@ -285,23 +261,3 @@ class FastGemmaModel:
                 torch.mul(product.values, scales, out=target)
             start = end
         return logits
-
-
-def _load_layer(weights: GemmaWeights, index: int, choose_kinds: ChooseKinds) -> _Layer:
-    read = weights.layer(index)
-
-    def linear(weight: Tensor) -> FastLinear:
-        return FastLinear(weight, choose_kinds(*weight.shape))
-
-    return _Layer(
-        sliding_window=weights.config.layer_window(index),
-        input_norm=read.input_norm,
-        qkv=linear(read.qkv),
-        qk_norm=read.qk_norm,
-        output=linear(read.output),
-        post_attention_norm=read.post_attention_norm,
-        pre_feedforward_norm=read.pre_feedforward_norm,
-        gate_up=linear(read.gate_up),
-        down=linear(read.down),
-        post_feedforward_norm=read.post_feedforward_norm,
-    )

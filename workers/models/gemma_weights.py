@@ -1,7 +1,8 @@
 """Reads the weights of Gemma 3 text models from GGUF, a layer at a time, as fp32."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,19 +15,40 @@ _ROWS_AT_ONCE = 2048
 _EMBEDDING = "token_embd.weight"
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """fp32 weights of one layer. Norm weights in GGUF already hold the "+ 1" of the published model."""
+M = TypeVar("M")
+N = TypeVar("N")
 
+
+@dataclass(frozen=True, slots=True)
+class GemmaLayer(Generic[M]):
+    """One layer with its matrices in some form; fp32 norms, which in GGUF already hold the "+ 1" of the
+    published model."""
+
+    sliding_window: int | None
     input_norm: Tensor  # [hidden_size], as are the other norms but for qk_norm
-    qkv: Tensor  # [(num_heads + 2 num_kv_heads) * head_dim, hidden_size]
+    qkv: M  # [(num_heads + 2 num_kv_heads) * head_dim, hidden_size]
     qk_norm: Tensor  # [num_heads + num_kv_heads, head_dim], the query's with the attention scale
-    output: Tensor  # [hidden_size, num_heads * head_dim]
+    output: M  # [hidden_size, num_heads * head_dim]
     post_attention_norm: Tensor
     pre_feedforward_norm: Tensor
-    gate_up: Tensor  # [2 * intermediate_size, hidden_size]
-    down: Tensor  # [hidden_size, intermediate_size]
+    gate_up: M  # [2 * intermediate_size, hidden_size]
+    down: M  # [hidden_size, intermediate_size]
     post_feedforward_norm: Tensor
+
+    def convert(self, form: Callable[[M], N]) -> "GemmaLayer[N]":
+        """The layer with its matrices in another form."""
+        return GemmaLayer(
+            sliding_window=self.sliding_window,
+            input_norm=self.input_norm,
+            qkv=form(self.qkv),
+            qk_norm=self.qk_norm,
+            output=form(self.output),
+            post_attention_norm=self.post_attention_norm,
+            pre_feedforward_norm=self.pre_feedforward_norm,
+            gate_up=form(self.gate_up),
+            down=form(self.down),
+            post_feedforward_norm=self.post_feedforward_norm,
+        )
 
 
 class GemmaWeights:
@@ -46,8 +68,8 @@ class GemmaWeights:
         """[hidden_size]."""
         return self._vector("output_norm.weight", self.config.hidden_size)
 
-    def layer(self, index: int) -> LayerWeights:
-        """Layer `index`, from 0."""
+    def layer(self, index: int) -> GemmaLayer[Tensor]:
+        """Layer `index`, from 0, its matrices in fp32."""
         config = self.config
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
@@ -65,7 +87,8 @@ class GemmaWeights:
 
         query_norm = norm("attn_q_norm", config.head_dim) * config.head_dim**-0.5
         key_norm = norm("attn_k_norm", config.head_dim)
-        return LayerWeights(
+        return GemmaLayer(
+            sliding_window=config.layer_window(index),
             input_norm=norm("attn_norm"),
             qkv=matrix(("attn_q", query_size), ("attn_k", kv_size), ("attn_v", kv_size)),
             qk_norm=torch.stack([query_norm] * config.num_heads + [key_norm] * config.num_kv_heads),
