@@ -2,15 +2,13 @@
 
 from typing import cast
 
-from schemas.sampling import Grammar
-
-MAX_SOURCE_BYTES = 65_536
+from schemas.sampling import MAX_GRAMMAR_BYTES, Grammar
 
 
 def grammar_error(grammar: Grammar) -> str:
     """What is wrong with it; empty if it is well formed. Up to 50 ms for a very large schema."""
-    if (size := len(grammar.source.encode())) > MAX_SOURCE_BYTES:
-        return f"has {size} bytes, at most {MAX_SOURCE_BYTES} are taken"
+    if (size := len(grammar.source.encode())) > MAX_GRAMMAR_BYTES:
+        return f"has {size} bytes, at most {MAX_GRAMMAR_BYTES} are taken"
     # 90 ms once, for those who are asked for structured output at all.
     from llguidance import GrammarFormat, LLMatcher, grammar_from
 

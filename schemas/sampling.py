@@ -4,6 +4,13 @@ from dataclasses import dataclass, field
 
 GRAMMAR_KINDS = ("json_schema", "regex", "lark")
 
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_GRAMMAR_BYTES = 64 * 1024
+
 
 @dataclass(slots=True)
 class LogitBias:

@@ -4,15 +4,18 @@ from collections.abc import Iterator, Sequence
 
 from schemas.priority import PriorityClass
 from schemas.records import Dispatch, InferenceRequest
-from schemas.sampling import GRAMMAR_KINDS, Grammar, SamplingParams
+from schemas.sampling import (
+    GRAMMAR_KINDS,
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    Grammar,
+    SamplingParams,
+)
 from workers.request import Request
-
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 256
-MAX_LOGIT_BIASES = 1024
-MAX_STOP_TOKEN_IDS = 1024
-MAX_TOP_LOGPROBS = 20
-MAX_GRAMMAR_BYTES = 64 * 1024
 
 # The bounds of repetition_penalty keep every penalized logit finite: an infinite one would end the worker.
 _RANGES: tuple[tuple[str, float, float], ...] = (

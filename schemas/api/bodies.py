@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from schemas.api.errors import ApiError, bad_field
 from schemas.api.structured import ResponseFormat
+from schemas.sampling import MAX_LOGIT_BIASES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 MAX_MESSAGES = 2048
 _Positive = Annotated[int, Meta(ge=1)]
@@ -20,10 +21,10 @@ _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=2)]
 _MinP = Annotated[float, Meta(ge=0, le=1)]
 _MinTokens = Annotated[int, Meta(ge=0)]
-_StopString = Annotated[str, Meta(min_length=1, max_length=256)]
-_Stop = _StopString | Annotated[list[_StopString], Meta(max_length=16)]
+_StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_Stop = _StopString | Annotated[list[_StopString], Meta(max_length=MAX_STOP_STRINGS)]
 _OpenAIStop = _StopString | Annotated[list[_StopString], Meta(max_length=4)]
-_LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)]
+_LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIASES)]
 _StopIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=64)]
 
 
