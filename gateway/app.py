@@ -4,11 +4,12 @@ from collections.abc import Awaitable, Callable
 
 from starlette.routing import Route, Router
 
-from gateway.api import health, models, native, openai_chat
+from gateway.api import health, models, native, openai_chat, tokenize
 from gateway.errors import ErrorBoundary
 from gateway.exchange import Exchange, Receive, Scope, Send
 from gateway.serving import Serving
 from schemas.api.prepare import CHAT_COMPLETIONS_URL, GENERATE_URL
+from schemas.api.tokenize import DETOKENIZE_URL, TOKENIZE_URL
 
 Handler = Callable[[Serving, Exchange], Awaitable[None]]
 
@@ -29,6 +30,8 @@ def make_app(serving: Serving) -> ErrorBoundary:
     table: list[tuple[str, str, Handler]] = [
         ("POST", GENERATE_URL, native.generate),
         ("POST", CHAT_COMPLETIONS_URL, openai_chat.chat_completions),
+        ("POST", TOKENIZE_URL, tokenize.tokenize),
+        ("POST", DETOKENIZE_URL, tokenize.detokenize),
         ("GET", "/v1/models", models.list_models),
         ("GET", "/v1/models/{model:path}", models.get_model),
         ("GET", "/health/live", health.live),

@@ -91,8 +91,8 @@ class Tokenizer:
         self._special = re.compile(
             "(" + "|".join(map(re.escape, longest_first)) + ")" if longest_first else r"(?!)"
         )
-        by_id = {token_id: content for content, token_id in self.special_ids.items()}
-        self.bos_token = by_id.get(spec.bos_token_id, "")
+        self.special_texts = {token_id: content for content, token_id in self.special_ids.items()}
+        self.bos_token = self.special_texts.get(spec.bos_token_id, "")
 
     @classmethod
     def load(cls, catalog: Catalog, model_id: str) -> "Tokenizer":

@@ -10,6 +10,7 @@ from typing import Any
 from aiokafka.errors import KafkaError
 
 from gateway import sse
+from gateway.api.reading import read
 from gateway.exchange import ClientGoneError, Exchange
 from gateway.owned_request import OwnedRequest
 from gateway.owner import reply_partition
@@ -36,16 +37,11 @@ async def serve(
     make_frames: MakeFrames,
 ) -> None:
     """Answers one request, streaming or whole. Raises ApiError for a refusal, ClientGoneError."""
-    config = serving.config
-    serving.check_open()  # first: before the tenants are read no key is known
-    tenant = await serving.authenticate(exchange.headers)
-    body = await exchange.read_body(config.max_body_bytes, config.body_timeout_s)
-    if len(body) <= config.inline_body_bytes:
-        prepared = _prepare(serving, body, kind)
-    else:
-        prepared = await asyncio.get_running_loop().run_in_executor(
-            serving.tokenizing, _prepare, serving, body, kind
-        )
+
+    def parse(data: bytes) -> Prepared:
+        return prepare(decode_body(data, kind), serving.models)
+
+    tenant, prepared = await read(serving, exchange, parse)
     request = _request(serving, exchange, tenant, prepared)
     reader = _reader(serving, exchange, prepared, request)
     traceparent = exchange.headers.get(TRACEPARENT.encode(), b"")
@@ -67,10 +63,6 @@ async def serve(
     finally:
         gone.cancel()
         serving.finished(owned, reader, reason, exchange.elapsed_s)
-
-
-def _prepare(serving: Serving, body: bytes, kind: type[GenerateBody] | type[ChatCompletionBody]) -> Prepared:
-    return prepare(decode_body(body, kind), serving.models)
 
 
 def _request(serving: Serving, exchange: Exchange, tenant: Tenant, prepared: Prepared) -> InferenceRequest:

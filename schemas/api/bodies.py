@@ -6,26 +6,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from schemas.api import fields
 from schemas.api.errors import ApiError, bad_field
 from schemas.api.structured import ResponseFormat
-from schemas.sampling import MAX_LOGIT_BIASES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
-
-MAX_MESSAGES = 2048
-_Positive = Annotated[int, Meta(ge=1)]
-_Temperature = Annotated[float, Meta(ge=0, le=2)]
-_TopP = Annotated[float, Meta(gt=0, le=1)]
-_TopK = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_Regex = Annotated[str, Meta(min_length=1)]
-_Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
-_RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=2)]
-_MinP = Annotated[float, Meta(ge=0, le=1)]
-_MinTokens = Annotated[int, Meta(ge=0)]
-_StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-_Stop = _StopString | Annotated[list[_StopString], Meta(max_length=MAX_STOP_STRINGS)]
-_OpenAIStop = _StopString | Annotated[list[_StopString], Meta(max_length=4)]
-_LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIASES)]
-_StopIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=64)]
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
@@ -44,33 +27,33 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
         return {"role": role, "content": text}
 
 
-_Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=fields.MAX_MESSAGES)]
 
 
 class GenerateBody(Struct, forbid_unknown_fields=True):
     """POST /v1/generate."""
 
     model: str
-    messages: _Messages | None = None
+    messages: Messages | None = None
     prompt: str | None = None
-    max_tokens: _Positive | None = None
-    temperature: _Temperature | None = None
-    top_p: _TopP | None = None
-    top_k: _TopK | None = None
-    seed: _Seed | None = None
+    max_tokens: fields.Positive | None = None
+    temperature: fields.Temperature | None = None
+    top_p: fields.TopP | None = None
+    top_k: fields.TopK | None = None
+    seed: fields.Seed | None = None
     stream: bool = False
     priority: str | None = None
     ignore_eos: bool = False
-    stop_token_ids: _StopIds | None = None
-    stop: _Stop | None = None
-    min_tokens: _MinTokens | None = None
-    min_p: _MinP | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    repetition_penalty: _RepetitionPenalty | None = None
-    logit_bias: _LogitBias | None = None
+    stop_token_ids: fields.StopIds | None = None
+    stop: fields.Stop | None = None
+    min_tokens: fields.MinTokens | None = None
+    min_p: fields.MinP | None = None
+    presence_penalty: fields.Penalty | None = None
+    frequency_penalty: fields.Penalty | None = None
+    repetition_penalty: fields.RepetitionPenalty | None = None
+    logit_bias: fields.LogitBiases | None = None
     response_format: ResponseFormat | None = None
-    regex: _Regex | None = None
+    regex: fields.Regex | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -81,30 +64,30 @@ class ChatCompletionBody(Struct, forbid_unknown_fields=True):
     """POST /v1/chat/completions. Fields that are not served stand here for a refusal that names them."""
 
     model: str
-    messages: _Messages
-    max_tokens: _Positive | None = None
-    max_completion_tokens: _Positive | None = None
-    temperature: _Temperature | None = None
-    top_p: _TopP | None = None
-    top_k: _TopK | None = None
-    seed: _Seed | None = None
+    messages: Messages
+    max_tokens: fields.Positive | None = None
+    max_completion_tokens: fields.Positive | None = None
+    temperature: fields.Temperature | None = None
+    top_p: fields.TopP | None = None
+    top_k: fields.TopK | None = None
+    seed: fields.Seed | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     priority: str | None = None
     ignore_eos: bool = False
-    stop_token_ids: _StopIds | None = None
+    stop_token_ids: fields.StopIds | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     n: Literal[1] | None = 1
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    stop: _OpenAIStop | None = None
+    stop: fields.OpenAIStop | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     response_format: ResponseFormat | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    logit_bias: _LogitBias | None = None
+    presence_penalty: fields.Penalty | None = None
+    frequency_penalty: fields.Penalty | None = None
+    logit_bias: fields.LogitBiases | None = None
     store: bool | None = None
 
     def unsupported(self) -> str | None:
@@ -119,7 +102,7 @@ class ChatCompletionBody(Struct, forbid_unknown_fields=True):
         return next((name for name, value in asked if value), None)
 
 
-B = TypeVar("B", bound=GenerateBody | ChatCompletionBody)
+B = TypeVar("B", bound=Struct)
 _PATH = re.compile(r" - at `(?:key in )?\$(?P<path>[^`]*)`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `(?P<field>[^`]+)`")
 

@@ -40,18 +40,13 @@ class Prepared:
 
 def prepare(body: Body, models: Mapping[str, LoadedModel]) -> Prepared:
     """Tokenizes (a millisecond per few hundred words). Raises ApiError that names the field."""
-    model = models.get(body.model)
-    if model is None:
-        known = ", ".join(sorted(models))
-        raise ApiError(
-            404, "model_not_found", f"model {body.model!r} does not exist; there is: {known}", "model"
-        )
+    model = find_model(body.model, models)
     if isinstance(body, ChatCompletionBody):
         if field := body.unsupported():
             raise ApiError(400, "unsupported_field", f"{field}: this is not supported", field)
         url, wanted = CHAT_COMPLETIONS_URL, body.max_completion_tokens or body.max_tokens
         limit_field = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-        ids = _chat_ids(body.messages, model)
+        ids = chat_ids(body.messages, model)
         include_usage = body.stream_options is not None and body.stream_options.include_usage
     else:
         url, wanted, limit_field = GENERATE_URL, body.max_tokens, "max_tokens"
@@ -59,6 +54,7 @@ def prepare(body: Body, models: Mapping[str, LoadedModel]) -> Prepared:
         include_usage = True
     field = "prompt" if isinstance(body, GenerateBody) and body.prompt is not None else "messages"
     max_tokens = _max_tokens(wanted, limit_field, len(ids), model.spec.max_model_len, field)
+    vocab_size = len(model.tokenizer.token_bytes)
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -66,10 +62,10 @@ def prepare(body: Body, models: Mapping[str, LoadedModel]) -> Prepared:
         top_p=1.0 if body.top_p is None else body.top_p,
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         ignore_eos=body.ignore_eos,
-        stop_token_ids=_stop_token_ids(body.stop_token_ids, len(model.tokenizer.token_bytes)),
+        stop_token_ids=check_token_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids"),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=_logit_bias(body.logit_bias, len(model.tokenizer.token_bytes)),
+        logit_bias=_logit_bias(body.logit_bias, vocab_size),
         stop=_stop(body.stop),
         grammar=response_grammar(
             body.response_format, body.regex if isinstance(body, GenerateBody) else None
@@ -82,32 +78,44 @@ def prepare(body: Body, models: Mapping[str, LoadedModel]) -> Prepared:
     return Prepared(url, model, ids, sampling, _priority(body), bool(body.stream), include_usage)
 
 
+def find_model(model_id: str, models: Mapping[str, LoadedModel]) -> LoadedModel:
+    """Raises ApiError 404 that lists the models there are."""
+    model = models.get(model_id)
+    if model is None:
+        known = ", ".join(sorted(models))
+        message = f"model {model_id!r} does not exist; there is: {known}"
+        raise ApiError(404, "model_not_found", message, "model")
+    return model
+
+
 def _generate_ids(body: GenerateBody, model: LoadedModel) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise bad_field("prompt", "give either prompt or messages")
     if body.messages is not None:
-        return _chat_ids(body.messages, model)
+        return chat_ids(body.messages, model)
     assert body.prompt is not None
-    _check_unicode(body.prompt, "prompt")
+    check_unicode(body.prompt, "prompt")
     ids = model.tokenizer.encode_prompt(body.prompt)
     if not ids:
         raise bad_field("prompt", "must not be empty for this model")
     return ids
 
 
-def _chat_ids(messages: list[Message], model: LoadedModel) -> list[int]:
+def chat_ids(messages: list[Message], model: LoadedModel) -> list[int]:
+    """The prompt of a conversation. Raises ApiError that names the message."""
     if model.chat_template is None:
         raise bad_field("messages", f"model {model.spec.id} has no chat template; use prompt")
     inputs = [message.as_template_input() for message in messages]
     for i, message in enumerate(inputs):
-        _check_unicode(message["content"], f"messages[{i}].content")
+        check_unicode(message["content"], f"messages[{i}].content")
     try:
         return model.chat_template.encode(inputs)
     except ChatTemplateError as e:
         raise bad_field("messages", str(e)) from None
 
 
-def _check_unicode(text: str, field: str) -> None:
+def check_unicode(text: str, field: str) -> None:
+    """JSON can spell half a surrogate pair; no tokenizer can read it. Raises ApiError that names `field`."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -152,18 +160,19 @@ def _logit_bias(wanted: dict[str, float] | None, vocab_size: int) -> list[LogitB
     return biases
 
 
-def _stop_token_ids(wanted: list[int] | None, vocab_size: int) -> list[int]:
-    for index, token_id in enumerate(wanted or []):
-        if token_id >= vocab_size:
-            field = f"stop_token_ids[{index}]"
-            raise bad_field(field, f"{token_id} is no token id; they are 0 to {vocab_size - 1}")
-    return wanted or []
+def check_token_ids(token_ids: list[int], vocab_size: int, field: str) -> list[int]:
+    """`token_ids`, all of them in the vocabulary. Raises ApiError that names the one that is not."""
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            where = f"{field}[{index}]"
+            raise bad_field(where, f"{token_id} is no token id; they are 0 to {vocab_size - 1}")
+    return token_ids
 
 
 def _stop(wanted: str | list[str] | None) -> list[str]:
     strings = [wanted] if isinstance(wanted, str) else wanted or []
     for string in strings:
-        _check_unicode(string, "stop")
+        check_unicode(string, "stop")
     return strings
 
 

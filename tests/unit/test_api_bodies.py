@@ -230,7 +230,11 @@ def test_all_that_steers_sampling_reaches_the_engine() -> None:
     ],
 )
 def test_a_response_format_becomes_a_grammar(wanted: dict[str, Any], schema: dict[str, Any]) -> None:
-    for kind, good in ((ChatCompletionBody, CHAT), (GenerateBody, GENERATE)):
+    kinds: tuple[tuple[type[Any], dict[str, Any]], ...] = (
+        (ChatCompletionBody, CHAT),
+        (GenerateBody, GENERATE),
+    )
+    for kind, good in kinds:
         grammar = prepare(convert_body(good | {"response_format": wanted}, kind), MODELS).sampling.grammar
         assert grammar is not None
         assert (grammar.kind, json.loads(grammar.source)) == ("json_schema", schema)

@@ -1,0 +1,25 @@
+"""What every endpoint with a body does first: who calls, what is asked, and whether it can be."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from gateway.exchange import Exchange
+from gateway.serving import Serving
+from schemas.records import Tenant
+
+T = TypeVar("T")
+
+
+async def read(serving: Serving, exchange: Exchange, parse: Callable[[bytes], T]) -> tuple[Tenant, T]:
+    """The tenant, and what `parse` makes of the body; for long bodies in a thread: it may tokenize.
+
+    Raises what `parse` raises, ApiError for a refusal, ClientGoneError.
+    """
+    config = serving.config
+    serving.check_open()  # first: before the tenants are read no key is known
+    tenant = await serving.authenticate(exchange.headers)
+    body = await exchange.read_body(config.max_body_bytes, config.body_timeout_s)
+    if len(body) <= config.inline_body_bytes:
+        return tenant, parse(body)
+    return tenant, await asyncio.get_running_loop().run_in_executor(serving.tokenizing, parse, body)
