@@ -1,6 +1,6 @@
 """Settings of a gateway."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from schemas.config import CommonConfig, setting
 
@@ -40,6 +40,15 @@ class GatewayConfig(CommonConfig):
     cancel_timeout_ms: int = setting(30_000, doc="Milliseconds to wait for the end of a cancelled request.")
     drain_s: float = setting(30.0, doc="Seconds that running streams have to finish on SIGTERM.")
     inline_body_bytes: int = setting(2_000, doc="Bodies up to this size are tokenized in the event loop.")
+
+    # A field of its own: what prints a config does not print it.
+    stream_secret: str = field(
+        default="",
+        repr=False,
+        metadata={
+            "doc": "Signs ids of streams, the same at all gateways; empty: ids are good at this one alone."
+        },
+    )
 
     def errors(self) -> list[str]:
         found = super().errors()

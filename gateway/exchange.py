@@ -22,14 +22,27 @@ class ClientGoneError(Exception):
 
 
 class Exchange:
-    """`request_id` (16 random bytes) is the request's in all topics, and in x-request-id."""
+    """`request_id` (16 random bytes) is the request's in all topics, and in x-request-id.
 
-    __slots__ = ("_receive", "_started_at", "headers", "request_id", "scope", "send", "status")
+    `extra_headers` go out with whatever response there will be.
+    """
+
+    __slots__ = (
+        "_receive",
+        "_started_at",
+        "extra_headers",
+        "headers",
+        "request_id",
+        "scope",
+        "send",
+        "status",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
         self.send = send
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.extra_headers: list[tuple[bytes, bytes]] = []
         self.request_id = secrets.token_bytes(16)
         self.status: int | None = None
         self._receive = receive
@@ -87,6 +100,7 @@ class Exchange:
                 "status": status,
                 "headers": [
                     *headers,
+                    *self.extra_headers,
                     (b"x-request-id", self.request_id.hex().encode()),
                     (b"openai-processing-ms", b"%d" % int(self.elapsed_s * 1000)),
                 ],

@@ -68,6 +68,7 @@ class Gateway:
             self.serving.tenants,
             lambda topic: self.serving.metrics.undecodable.labels(topic).inc(),
         )
+        self.serving.reply_offset = self._log.reply_offset
         self._server = _Server(
             uvicorn.Config(
                 make_app(self.serving),

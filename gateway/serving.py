@@ -11,11 +11,12 @@ from gateway.metrics import Metrics
 from gateway.outbox import Outbox
 from gateway.owned_request import OwnedRequest
 from gateway.owner import Owner
+from gateway.public_id import PublicId, PublicIds, hash_model
 from gateway.reader import Reader
 from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
 from schemas.models import LoadedModel
-from schemas.records import Completion, Tenant
+from schemas.records import Completion, InferenceRequest, Tenant
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ _DEAF_S = 5.0
 class Serving:
     """`outbox` and `owner` are there once the gateway has joined.
 
+    `reply_offset(partition)` is where this gateway stands in a reply partition of its own.
     `catch_up_tenants` reads control.tenants to its end. `heard_at` is when heartbeats last came from Kafka
     (monotonic seconds): the log's clock, which judges all others, stands still with the broker.
     """
@@ -36,6 +38,8 @@ class Serving:
     def __init__(self, config: GatewayConfig, catch_up_tenants: Callable[[], Awaitable[None]]) -> None:
         self.config = config
         self._catch_up_tenants = catch_up_tenants
+        self.public_ids = PublicIds(config.stream_secret)
+        self.reply_offset: Callable[[int], int] = lambda partition: 0
         self.metrics = Metrics()
         self.tenants = TenantBook()
         self.view = FleetView()
@@ -83,6 +87,19 @@ class Serving:
             found.append("its own heartbeats do not come back from Kafka")
         found += [f"no {role} is heard" for role in ("admission", "worker") if not self.view.live(role)]
         return found
+
+    def public_id(self, request: InferenceRequest) -> str:
+        """Where the stream of a request is found that is not yet sent."""
+        partition = request.reply_partition
+        public_id = PublicId(
+            reply_partition=partition,
+            first_offset=self.reply_offset(partition),
+            request_id=request.request_id,
+            priority=request.priority,
+            model_hash=hash_model(request.model),
+            may_be_cut=bool(request.sampling.stop),
+        )
+        return self.public_ids.encode(request.tenant, public_id)
 
     def accepted(self, owned: OwnedRequest, reader: Reader) -> None:
         self.readers[owned.request.request_id] = reader

@@ -82,6 +82,7 @@ class TokenLog:
         self._looking = asyncio.Lock()
         self._looked_at = -1.0
         self.heard_at = 0.0
+        self._reply_offsets: dict[int, int] = {}
         self._replies = [TopicPartition(topics.TOKENS, p) for p in reply_partitions(slot)]
         self._tokens = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers, **CONSUMER_SETTINGS)
         self._control = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers, **CONSUMER_SETTINGS)
@@ -97,7 +98,8 @@ class TokenLog:
         """
         for consumer in (self._tokens, self._control, self._heartbeats):
             await consumer.start()
-        await self._follow_from_end(self._tokens, self._replies)
+        ends = await self._follow_from_end(self._tokens, self._replies)
+        self._reply_offsets = {partition.partition: end for partition, end in ends.items()}
         await self._follow_from_end(self._heartbeats, [_HEARTBEATS])
         await self._read_control()
 
@@ -107,6 +109,10 @@ class TokenLog:
                 await asyncio.wait_for(consumer.stop(), _STOP_S)
             except TimeoutError:
                 log.warning("a consumer did not stop in time")
+
+    def reply_offset(self, partition: int) -> int:
+        """In a reply partition of this gateway: what lies before it was given to the callbacks."""
+        return self._reply_offsets[partition]
 
     async def follow_replies(self, on_tokens: OnTokens, on_record: OnRecord) -> None:
         """Reads the reply partitions for ever. Raises LogTruncatedError."""
@@ -119,6 +125,7 @@ class TokenLog:
                         on_tokens(record, message.timestamp, now)
                     elif isinstance(record, _REPLY_RECORDS):
                         on_record(record, message.timestamp)
+                self._reply_offsets[messages[-1].partition] = messages[-1].offset + 1
 
     async def follow_heartbeats(self) -> None:
         while True:
@@ -168,8 +175,12 @@ class TokenLog:
                     for message in messages:
                         self._on_control(message)
 
-    async def _follow_from_end(self, consumer: AIOKafkaConsumer, partitions: list[TopicPartition]) -> None:
-        self._assign_at(consumer, await consumer.end_offsets(partitions))
+    async def _follow_from_end(
+        self, consumer: AIOKafkaConsumer, partitions: list[TopicPartition]
+    ) -> dict[TopicPartition, int]:
+        ends: dict[TopicPartition, int] = await consumer.end_offsets(partitions)
+        self._assign_at(consumer, ends)
+        return ends
 
     def _assign_at(self, consumer: AIOKafkaConsumer, offsets: dict[TopicPartition, int]) -> None:
         # With nothing awaited in between: a partition without a place is an error to the consumer.

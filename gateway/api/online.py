@@ -27,6 +27,7 @@ from schemas.records import Completion, InferenceRequest, Tenant
 log = logging.getLogger(__name__)
 
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+STREAM_HEADER = b"x-headrace-stream"
 MakeFrames = Callable[[OwnedRequest, Reader, Prepared], sse.Frames]
 
 
@@ -46,6 +47,7 @@ async def serve(
     reader = _reader(serving, exchange, prepared, request)
     traceparent = exchange.headers.get(TRACEPARENT.encode(), b"")
     trace = traceparent.decode() if _TRACEPARENT.fullmatch(traceparent) else None
+    exchange.extra_headers.append((STREAM_HEADER, serving.public_id(request).encode()))
     owned = serving.owner.accept(request, reader, trace)
     serving.accepted(owned, reader)
     gone = asyncio.create_task(_watch(exchange, reader))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from infra.local.stream_secret import stream_secret
 from schemas.config import PREFIX
 from schemas.topics import Layout
 
@@ -134,7 +135,10 @@ def _worker_settings(config: StackConfig, instance: Instance) -> dict[str, str]:
 
 def _gateway_settings(config: StackConfig, instance: Instance) -> dict[str, str]:
     # Ctrl-C is no rollout: whoever stops a local stack does not wait half a minute for an open stream.
-    return {"HEADRACE_DRAIN_S": str(_GATEWAY_DRAIN_S)}
+    return {
+        "HEADRACE_DRAIN_S": str(_GATEWAY_DRAIN_S),
+        "HEADRACE_STREAM_SECRET": stream_secret(config.data_dir),
+    }
 
 
 SERVICES: Mapping[str, Service] = {
