@@ -24,7 +24,12 @@ to_json = msgspec.json.Encoder().encode
 
 
 class Frames(Protocol):
-    """The events of one stream."""
+    """The events of one stream.
+
+    Each but the error has an id: the position of the last output token that the client has with it, from 0;
+    -1 with none. With it as Last-Event-ID the stream goes on behind that token (api/streams.py). An error
+    leaves the client's last id as it is.
+    """
 
     def first(self) -> bytes:
         """What comes before any text; may be empty."""
@@ -40,7 +45,7 @@ class Frames(Protocol):
 
 
 class GenerateFrames:
-    """/v1/generate. The event id is the position of the last token."""
+    """/v1/generate."""
 
     __slots__ = ()
 
@@ -52,7 +57,8 @@ class GenerateFrames:
 
     def done(self, completion: Completion) -> bytes:
         usage = own_usage(completion.input_tokens, completion.cached_tokens, completion.output_tokens)
-        return b'data: {"type":"done","usage":%b,"stop_reason":%b}\n\n' % (
+        return b'id: %d\ndata: {"type":"done","usage":%b,"stop_reason":%b}\n\n' % (
+            completion.output_tokens - 1,
             to_json(usage),
             to_json(completion.finish_reason),
         )
@@ -81,17 +87,18 @@ class ChatFrames:
         self._tail = b'},"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
 
     def first(self) -> bytes:
-        return self._chunk({"role": "assistant", "content": "", "refusal": None}, None)
+        return b"id: -1\n" + self._chunk({"role": "assistant", "content": "", "refusal": None}, None)
 
     def text(self, text: str, position: int) -> bytes:
-        return b"%b%b%b" % (self._text_head, to_json(text), self._tail)
+        return b"id: %d\n%b%b%b" % (position, self._text_head, to_json(text), self._tail)
 
     def done(self, completion: Completion) -> bytes:
-        frames = self._chunk({}, completion.finish_reason)
+        event_id = b"id: %d\n" % (completion.output_tokens - 1)
+        frames = event_id + self._chunk({}, completion.finish_reason)
         if self._include_usage:
             usage = openai_usage(completion.input_tokens, completion.cached_tokens, completion.output_tokens)
-            frames += b'%b],"usage":%b}\n\n' % (self._head, to_json(usage))
-        return frames + _DONE
+            frames += b'%b%b],"usage":%b}\n\n' % (event_id, self._head, to_json(usage))
+        return frames + event_id + _DONE
 
     def error(self, error: ApiError) -> bytes:
         return b"data: %b\n\n" % to_json(error.to_dict())

@@ -165,7 +165,7 @@ async def test_chat_streams_as_openai_does(api: Api, include_usage: bool) -> Non
         "stream_options": {"include_usage": include_usage},
     }
     response = await api.client.post("/v1/chat/completions", json=body, headers={"x-api-key": KEY})
-    assert response.text.endswith("\n\ndata: [DONE]\n\n")
+    assert response.text.endswith("\n\nid: 3\ndata: [DONE]\n\n")
     found = events(response.text)
     choices = [event["choices"][0] for event in found if event["choices"]]  # type: ignore[index]
     assert choices[0]["delta"] == {"role": "assistant", "content": "", "refusal": None}

@@ -46,7 +46,7 @@ async def test_the_bytes_of_a_stream() -> None:
         == (
             'id: 0\ndata: {"type":"token","text":"a"}\n\n'
             'id: 3\ndata: {"type":"token","text":"éb"}\n\n'
-            'data: {"type":"done","usage":{"input_tokens":3,"cached_tokens":0,"output_tokens":5},'
+            'id: 4\ndata: {"type":"done","usage":{"input_tokens":3,"cached_tokens":0,"output_tokens":5},'
             '"stop_reason":"stop"}\n\n'
         ).encode()
     )
@@ -76,7 +76,7 @@ async def test_a_stop_string_and_what_follows_it_are_never_shown() -> None:
         == (
             'id: 2\ndata: {"type":"token","text":"aé"}\n\n'
             'id: 9\ndata: {"type":"token","text":"b "}\n\n'
-            'data: {"type":"done",' + usage + ',"stop_reason":"stop"}\n\n'
+            'id: 9\ndata: {"type":"done",' + usage + ',"stop_reason":"stop"}\n\n'
         ).encode()
     )
 
@@ -89,7 +89,9 @@ async def test_an_end_token_of_a_request_with_stop_strings_is_not_shown() -> Non
     stand.tokens(request, 0, [*b"hi ST", 257], "stop")
     stand.complete(request, 6, "stop")
     await call.finish()
-    assert call.content.startswith(b'id: 5\ndata: {"type":"token","text":"hi ST"}\n\ndata: {"type":"done"')
+    assert call.content.startswith(
+        b'id: 5\ndata: {"type":"token","text":"hi ST"}\n\nid: 5\ndata: {"type":"done"'
+    )
 
 
 async def test_a_whole_answer_is_cut_before_the_stop_string() -> None:
@@ -121,10 +123,10 @@ async def test_the_bytes_of_a_chat_stream() -> None:
     first = b'"choices":[{"index":0,"delta":{"role":"assistant","content":"","refusal":null},'
     assert call.content == b"".join(
         [
-            head + first + tail + b"null}]}\n\n",
-            head + b'"choices":[{"index":0,"delta":{"content":"a"},' + tail + b"null}]}\n\n",
-            head + b'"choices":[{"index":0,"delta":{},' + tail + b'"length"}]}\n\n',
-            b"data: [DONE]\n\n",
+            b"id: -1\n" + head + first + tail + b"null}]}\n\n",
+            b"id: 0\n" + head + b'"choices":[{"index":0,"delta":{"content":"a"},' + tail + b"null}]}\n\n",
+            b"id: 0\n" + head + b'"choices":[{"index":0,"delta":{},' + tail + b'"length"}]}\n\n',
+            b"id: 0\ndata: [DONE]\n\n",
         ]
     )
 

@@ -18,7 +18,7 @@ def test_generate() -> None:
         'id: 7\ndata: {"type":"token","text":"a\\"\\n\\\\\u2028é🙂"}\n\n'.encode()
     )
     assert frames.done(COMPLETION) == (
-        b'data: {"type":"done","usage":{"input_tokens":12,"cached_tokens":4,"output_tokens":34},'
+        b'id: 33\ndata: {"type":"done","usage":{"input_tokens":12,"cached_tokens":4,"output_tokens":34},'
         b'"stop_reason":"stop"}\n\n'
     )
     assert frames.error(ERROR) == (
@@ -30,15 +30,15 @@ def test_generate() -> None:
 
 def test_chat_without_usage() -> None:
     frames = ChatFrames(RID, "m", 1_700_000_000, include_usage=False)
-    assert frames.first() == HEAD + (
+    assert frames.first() == b"id: -1\n" + HEAD + (
         b'{"index":0,"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,'
         b'"finish_reason":null}]}\n\n'
     )
-    assert frames.text("hi\n", 0) == HEAD + (
+    assert frames.text("hi\n", 0) == b"id: 0\n" + HEAD + (
         b'{"index":0,"delta":{"content":"hi\\n"},"logprobs":null,"finish_reason":null}]}\n\n'
     )
-    assert frames.done(COMPLETION) == HEAD + (
-        b'{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+    assert frames.done(COMPLETION) == b"id: 33\n" + HEAD + (
+        b'{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop"}]}\n\nid: 33\ndata: [DONE]\n\n'
     )
     assert frames.error(ERROR) == (
         b'data: {"error":{"message":"gone","type":"server_error","param":null,"code":"worker_lost"}}\n\n'
@@ -48,21 +48,21 @@ def test_chat_without_usage() -> None:
 def test_chat_with_usage() -> None:
     frames = ChatFrames(RID, "m", 1_700_000_000, include_usage=True)
     assert frames.first().endswith(b'"finish_reason":null}],"usage":null}\n\n')
-    assert frames.text("hi", 0) == HEAD + (
+    assert frames.text("hi", 0) == b"id: 0\n" + HEAD + (
         b'{"index":0,"delta":{"content":"hi"},"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
     )
     assert frames.done(COMPLETION) == b"".join(
         [
-            HEAD,
+            b"id: 33\n" + HEAD,
             b'{"index":0,"delta":{},"logprobs":null,"finish_reason":"stop"}],"usage":null}\n\n',
-            HEAD,
+            b"id: 33\n" + HEAD,
             b'],"usage":{"prompt_tokens":12,"completion_tokens":34,"total_tokens":46,',
             b'"prompt_tokens_details":{"cached_tokens":4}}}\n\n',
-            b"data: [DONE]\n\n",
+            b"id: 33\ndata: [DONE]\n\n",
         ]
     )
 
 
 def test_a_model_name_cannot_break_out_of_its_line() -> None:
     frames = ChatFrames(RID, 'm"\n\ndata: x', 0, include_usage=False)
-    assert frames.text("a", 0).count(b"\n") == 2
+    assert frames.text("a", 0).count(b"\n") == 3
