@@ -4,13 +4,13 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
 from aiokafka.errors import KafkaError
 
 from gateway import sse
 from gateway.api.reading import read
+from gateway.event_stream import watch, write_events
 from gateway.exchange import ClientGoneError, Exchange
 from gateway.owned_request import OwnedRequest
 from gateway.owner import reply_partition
@@ -22,7 +22,7 @@ from schemas.api.errors import ApiError
 from schemas.api.prepare import Prepared, prepare
 from schemas.headers import TRACEPARENT
 from schemas.priority import PriorityClass
-from schemas.records import Completion, InferenceRequest, Tenant
+from schemas.records import InferenceRequest, Tenant
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +50,12 @@ async def serve(
     exchange.extra_headers.append((STREAM_HEADER, serving.public_id(request).encode()))
     owned = serving.owner.accept(request, reader, trace)
     serving.accepted(owned, reader)
-    gone = asyncio.create_task(_watch(exchange, reader))
+    gone = asyncio.create_task(watch(exchange, reader))
     reason = "disconnected"
     try:
         await _send(serving, owned)
         if isinstance(reader, StreamReader):
-            await _stream(exchange, reader, lambda: make_frames(owned, reader, prepared))
+            await write_events(exchange, reader, lambda: make_frames(owned, reader, prepared))
         else:
             assert isinstance(reader, WholeReader)
             await _whole(exchange, reader, prepared, request)
@@ -111,11 +111,6 @@ def _reader(serving: Serving, exchange: Exchange, prepared: Prepared, request: I
     )
 
 
-async def _watch(exchange: Exchange, reader: Reader) -> None:
-    await exchange.disconnected()
-    reader.on_disconnect()
-
-
 async def _send(serving: Serving, owned: OwnedRequest) -> None:
     try:
         offset = await serving.outbox.send_request(owned, serving.config.ack_timeout_s)
@@ -149,57 +144,3 @@ async def _whole(
         output_tokens=end.output_tokens,
     )
     await exchange.respond(200, sse.to_json(answer(prepared.url, finished)))
-
-
-async def _stream(exchange: Exchange, reader: StreamReader, make_frames: Callable[[], sse.Frames]) -> None:
-    # 1. Nothing is said before a run is bound, so that a refusal is a real status.
-    while not (reader.bound or reader.keep_alive_due):
-        if reader.disconnected:
-            raise ClientGoneError
-        if isinstance(reader.end, ApiError):
-            raise reader.end
-        if reader.end is not None:
-            break
-        await reader.wait()
-    task = asyncio.current_task()
-    assert task is not None
-    reader.on_stuck = task.cancel
-    try:
-        await exchange.start(200, sse.HEADERS)
-        await _events(exchange.send, reader, make_frames)
-    except asyncio.CancelledError:
-        # 3. The client has read nothing for too long; whoever else cancels means it.
-        if not reader.stuck:
-            raise
-        task.uncancel()
-        raise ClientGoneError from None
-
-
-async def _events(
-    send: Callable[[dict[str, Any]], Awaitable[None]],
-    reader: StreamReader,
-    make_frames: Callable[[], sse.Frames],
-) -> None:
-    # 2. From here on an error is an event, and the stream ends without its normal end.
-    frames = make_frames()
-    message: dict[str, Any] = {"type": "http.response.body", "body": frames.first(), "more_body": True}
-    if message["body"]:
-        await send(message)
-    text_frame, take = frames.text, reader.take
-    while not reader.disconnected:
-        taken = take()
-        if taken is not None:
-            message["body"] = text_frame(*taken)
-            await send(message)
-        elif reader.end is not None:
-            end = reader.end
-            last = frames.done(end) if isinstance(end, Completion) else frames.error(end)
-            await send({"type": "http.response.body", "body": last, "more_body": False})
-            return
-        elif reader.keep_alive_due:
-            reader.keep_alive_due = False
-            message["body"] = sse.KEEP_ALIVE
-            await send(message)
-        else:
-            await reader.wait()
-    raise ClientGoneError
