@@ -4,11 +4,11 @@ from collections.abc import Awaitable, Callable
 
 from starlette.routing import Route, Router
 
-from gateway.api import health, models, native, openai_chat, tokenize
+from gateway.api import health, models, native, openai_chat, openai_completions, tokenize
 from gateway.errors import ErrorBoundary
 from gateway.exchange import Exchange, Receive, Scope, Send
 from gateway.serving import Serving
-from schemas.api.prepare import CHAT_COMPLETIONS_URL, GENERATE_URL
+from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, GENERATE_URL
 from schemas.api.tokenize import DETOKENIZE_URL, TOKENIZE_URL
 
 Handler = Callable[[Serving, Exchange], Awaitable[None]]
@@ -30,6 +30,7 @@ def make_app(serving: Serving) -> ErrorBoundary:
     table: list[tuple[str, str, Handler]] = [
         ("POST", GENERATE_URL, native.generate),
         ("POST", CHAT_COMPLETIONS_URL, openai_chat.chat_completions),
+        ("POST", COMPLETIONS_URL, openai_completions.completions),
         ("POST", TOKENIZE_URL, tokenize.tokenize),
         ("POST", DETOKENIZE_URL, tokenize.detokenize),
         ("GET", "/v1/models", models.list_models),

@@ -122,6 +122,8 @@ class Owner:
                 if not reader.bound:
                     reader.on_bound(state.model)
                 new = chunk.token_ids if chunk.position == before else token_ids[before:]
+                if reader.told is not None:
+                    reader.told.add(new, chunk.logprobs[before - chunk.position :], chunk.finish_reason)
                 if not reader.on_tokens(new, len(token_ids), chunk.finish_reason, now):
                     slow = ApiError(408, "slow_reader", "the client reads too slowly; the stream was ended")
                     reader.on_end(slow)

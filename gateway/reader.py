@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from gateway.metrics import Timing
+from gateway.told_tokens import ToldTokens
 from schemas.api.answers import visible_ids
 from schemas.api.errors import ApiError
 from schemas.records import Completion
@@ -19,7 +20,9 @@ End = Completion | ApiError
 class Reader:
     """A client that waits. `end` is the Completion of a normal end, or the error to tell the client.
 
-    `model` is the one that serves, known when a run is bound. `started_at` and `now` are monotonic seconds.
+    `model` is the one that serves, known when a run is bound. `told` takes the tokens' log probabilities, if
+    the request asks for them; who calls `on_tokens` gives it those tokens first. `started_at` and `now` are
+    monotonic seconds.
     """
 
     __slots__ = (
@@ -31,6 +34,7 @@ class Reader:
         "disconnected",
         "end",
         "model",
+        "told",
     )
 
     def __init__(self, model: str, timing: Timing, started_at: float) -> None:
@@ -38,6 +42,7 @@ class Reader:
         self.bound = False
         self.disconnected = False
         self.end: End | None = None
+        self.told: ToldTokens | None = None
         self._timing = timing
         self._started_at = started_at
         self._last_tokens_at: float | None = None

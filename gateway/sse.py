@@ -1,13 +1,15 @@
 """Server-sent events, byte by byte. All that does not change within a stream is encoded once.
 
-Source: WHATWG HTML, "Server-sent events"; OpenAI API reference, "Chat completion chunk object".
+Source: WHATWG HTML, "Server-sent events"; OpenAI API reference, "Chat completion chunk object", "Completion
+object".
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 
-from schemas.api.answers import chat_completion_id, openai_usage, own_usage
+from schemas.api.answers import chat_completion_id, completion_id, openai_usage, own_usage
 from schemas.api.errors import ApiError
 from schemas.records import Completion
 
@@ -21,6 +23,8 @@ _DONE = b"data: [DONE]\n\n"
 
 # JSON of one value: no raw newline can leave it, so an event is always one `data:` line.
 to_json = msgspec.json.Encoder().encode
+
+Logprobs = Callable[[int | None], dict[str, Any] | None]
 
 
 class Frames(Protocol):
@@ -42,6 +46,9 @@ class Frames(Protocol):
 
     def error(self, error: ApiError) -> bytes:
         """The end of a stream that failed after its first byte."""
+
+    def keep_alive(self) -> bytes:
+        """What is sent when nothing has come for a while."""
 
 
 class GenerateFrames:
@@ -66,35 +73,51 @@ class GenerateFrames:
     def error(self, error: ApiError) -> bytes:
         return b"data: %b\n\n" % to_json({"type": "error", **error.to_dict()})
 
+    def keep_alive(self) -> bytes:
+        return KEEP_ALIVE
 
-class ChatFrames:
-    """/v1/chat/completions. With `include_usage` each chunk has "usage": null, and a last one the usage."""
 
-    __slots__ = ("_head", "_include_usage", "_tail", "_text_head")
+class _OpenAIFrames:
+    """What OpenAI's two streams share. With `include_usage` each chunk has "usage": null, and a last one the
+    usage; with `continuous_usage` each has the usage up to it.
 
-    def __init__(self, request_id: bytes, model: str, created_s: int, include_usage: bool) -> None:
-        self._head = (
-            b'data: {"id":%b,"object":"chat.completion.chunk","created":%d,"model":%b,"choices":['
-            % (
-                to_json(chat_completion_id(request_id)),
-                created_s,
-                to_json(model),
-            )
-        )
-        self._text_head = self._head + b'{"index":0,"delta":{"content":'
+    `logprobs(position)` is the object of the tokens that were told up to a position and not before, in the
+    API's form, or None where there are none; with no position of all that are left.
+    """
+
+    __slots__ = ("_continuous_usage", "_head", "_include_usage", "_logprobs", "_plain", "_tail", "_text_head")
+
+    def __init__(
+        self,
+        head: dict[str, Any],
+        text_head: bytes,
+        text_tail: bytes,
+        include_usage: bool,
+        continuous_usage: int | None,
+        logprobs: Logprobs | None,
+    ) -> None:
+        """`continuous_usage`: the tokens of the prompt; None: only at the end."""
+        self._head = b'data: %b,"choices":[' % to_json(head)[:-1]
         self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._logprobs = logprobs
+        self._plain = logprobs is None and continuous_usage is None
         usage = b',"usage":null' if include_usage else b""
-        self._tail = b'},"logprobs":null,"finish_reason":null}]' + usage + b"}\n\n"
-
-    def first(self) -> bytes:
-        return b"id: -1\n" + self._chunk({"role": "assistant", "content": "", "refusal": None}, None)
+        self._text_head = self._head + text_head
+        self._tail = b"%b]%b}\n\n" % (text_tail, usage)
 
     def text(self, text: str, position: int) -> bytes:
-        return b"id: %d\n%b%b%b" % (position, self._text_head, to_json(text), self._tail)
+        if self._plain:
+            return b"id: %d\n%b%b%b" % (position, self._text_head, to_json(text), self._tail)
+        logprobs = None if self._logprobs is None else self._logprobs(position)
+        return self._chunk(self._text_choice(text, logprobs), position)
 
     def done(self, completion: Completion) -> bytes:
-        event_id = b"id: %d\n" % (completion.output_tokens - 1)
-        frames = event_id + self._chunk({}, completion.finish_reason)
+        position = completion.output_tokens - 1
+        left = None if self._logprobs is None else self._logprobs(None)
+        frames = b"" if left is None else self._chunk(self._text_choice("", left), position)
+        frames += self._chunk(self._last_choice(completion.finish_reason), position)
+        event_id = b"id: %d\n" % position
         if self._include_usage:
             usage = openai_usage(completion.input_tokens, completion.cached_tokens, completion.output_tokens)
             frames += b'%b%b],"usage":%b}\n\n' % (event_id, self._head, to_json(usage))
@@ -103,7 +126,97 @@ class ChatFrames:
     def error(self, error: ApiError) -> bytes:
         return b"data: %b\n\n" % to_json(error.to_dict())
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        usage = b',"usage":null' if self._include_usage else b""
-        return b"%b%b]%b}\n\n" % (self._head, to_json(choice), usage)
+    def keep_alive(self) -> bytes:
+        return KEEP_ALIVE
+
+    def _chunk(self, choice: dict[str, Any], position: int) -> bytes:
+        usage = b""
+        if self._continuous_usage is not None:
+            usage = b',"usage":%b' % to_json(openai_usage(self._continuous_usage, None, position + 1))
+        elif self._include_usage:
+            usage = b',"usage":null'
+        return b"id: %d\n%b%b]%b}\n\n" % (position, self._head, to_json(choice), usage)
+
+    def _text_choice(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _last_choice(self, finish_reason: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatFrames(_OpenAIFrames):
+    """/v1/chat/completions."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        request_id: bytes,
+        model: str,
+        created_s: int,
+        include_usage: bool,
+        *,
+        continuous_usage: int | None = None,
+        logprobs: Logprobs | None = None,
+        service_tier: str | None = None,
+    ) -> None:
+        head = {
+            "id": chat_completion_id(request_id),
+            "object": "chat.completion.chunk",
+            "created": created_s,
+            "model": model,
+        }
+        if service_tier is not None:
+            head["service_tier"] = service_tier
+        text_head = b'{"index":0,"delta":{"content":'
+        text_tail = b'},"logprobs":null,"finish_reason":null}'
+        super().__init__(head, text_head, text_tail, include_usage, continuous_usage, logprobs)
+
+    def first(self) -> bytes:
+        return self._chunk(_chat_choice({"role": "assistant", "content": "", "refusal": None}), -1)
+
+    def _text_choice(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        return _chat_choice({"content": text}, logprobs)
+
+    def _last_choice(self, finish_reason: str) -> dict[str, Any]:
+        return _chat_choice({}, None, finish_reason)
+
+
+class CompletionFrames(_OpenAIFrames):
+    """/v1/completions."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        request_id: bytes,
+        model: str,
+        created_s: int,
+        include_usage: bool,
+        *,
+        continuous_usage: int | None = None,
+        logprobs: Logprobs | None = None,
+    ) -> None:
+        head = {
+            "id": completion_id(request_id),
+            "object": "text_completion",
+            "created": created_s,
+            "model": model,
+        }
+        text_tail = b',"index":0,"logprobs":null,"finish_reason":null}'
+        super().__init__(head, b'{"text":', text_tail, include_usage, continuous_usage, logprobs)
+
+    def first(self) -> bytes:
+        return b""
+
+    def _text_choice(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        return {"text": text, "index": 0, "logprobs": logprobs, "finish_reason": None}
+
+    def _last_choice(self, finish_reason: str) -> dict[str, Any]:
+        return {"text": "", "index": 0, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _chat_choice(
+    delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -1,10 +1,11 @@
-"""What /v1/generate and /v1/chat/completions have in common: from a body to an owned request to an answer."""
+"""What the APIs that generate have in common: from a body to an owned request to an answer."""
 
 import asyncio
 import logging
 import re
 import time
 from collections.abc import Callable
+from typing import Any
 
 from aiokafka.errors import KafkaError
 
@@ -16,17 +17,24 @@ from gateway.owned_request import OwnedRequest
 from gateway.owner import reply_partition
 from gateway.reader import Reader, StreamReader, WholeReader
 from gateway.serving import Serving
+from gateway.told_tokens import ToldTokens
 from schemas.api.answers import Finished, answer, output_text
-from schemas.api.bodies import ChatCompletionBody, GenerateBody, decode_body
+from schemas.api.bodies import decode_body
 from schemas.api.errors import ApiError
-from schemas.api.prepare import Prepared, prepare
+from schemas.api.logprobs import Shape, chat_logprobs, completion_logprobs
+from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, Body, Prepared, prepare
 from schemas.headers import TRACEPARENT
 from schemas.priority import PriorityClass
-from schemas.records import InferenceRequest, Tenant
+from schemas.records import Completion, InferenceRequest, Tenant
+from schemas.tokenization import Tokenizer
 
 log = logging.getLogger(__name__)
 
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+LOGPROBS: dict[str, Callable[[Tokenizer], Shape]] = {
+    CHAT_COMPLETIONS_URL: chat_logprobs,
+    COMPLETIONS_URL: completion_logprobs,
+}
 STREAM_HEADER = b"x-headrace-stream"
 MakeFrames = Callable[[OwnedRequest, Reader, Prepared], sse.Frames]
 
@@ -34,7 +42,7 @@ MakeFrames = Callable[[OwnedRequest, Reader, Prepared], sse.Frames]
 async def serve(
     serving: Serving,
     exchange: Exchange,
-    kind: type[GenerateBody] | type[ChatCompletionBody],
+    kind: type[Body],
     make_frames: MakeFrames,
 ) -> None:
     """Answers one request, streaming or whole. Raises ApiError for a refusal, ClientGoneError."""
@@ -45,6 +53,8 @@ async def serve(
     tenant, prepared = await read(serving, exchange, parse)
     request = _request(serving, exchange, tenant, prepared)
     reader = _reader(serving, exchange, prepared, request)
+    if prepared.sampling.logprobs is not None:
+        reader.told = ToldTokens(prepared.model.tokenizer)
     traceparent = exchange.headers.get(TRACEPARENT.encode(), b"")
     trace = traceparent.decode() if _TRACEPARENT.fullmatch(traceparent) else None
     exchange.extra_headers.append((STREAM_HEADER, serving.public_id(request).encode()))
@@ -142,5 +152,14 @@ async def _whole(
         input_tokens=end.input_tokens,
         cached_tokens=end.cached_tokens,
         output_tokens=end.output_tokens,
+        logprobs=_logprobs(reader, prepared, end),
+        service_tier=prepared.service_tier,
     )
     await exchange.respond(200, sse.to_json(answer(prepared.url, finished)))
+
+
+def _logprobs(reader: Reader, prepared: Prepared, end: Completion) -> dict[str, Any] | None:
+    if reader.told is None:
+        return None
+    shape = LOGPROBS[prepared.url](prepared.model.tokenizer)
+    return shape(reader.told.take(None, end))

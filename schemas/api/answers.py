@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from schemas.api.prepare import CHAT_COMPLETIONS_URL
+from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL
 from schemas.tokenization import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that ended normally, as its fold says."""
+    """A request that ended normally, as its fold says.
+
+    `logprobs` are in the form of the API (see logprobs.py), None where they were not asked for; so is
+    `service_tier`.
+    """
 
     request_id: bytes
     model: str
@@ -20,6 +24,8 @@ class Finished:
     input_tokens: int
     cached_tokens: int
     output_tokens: int
+    logprobs: dict[str, Any] | None = None
+    service_tier: str | None = None
 
 
 def visible_ids(token_ids: Sequence[int], finish_reason: str | None) -> Sequence[int]:
@@ -36,45 +42,92 @@ def output_text(
     return tokenizer.detokenizer().push(visible_ids(token_ids, finish_reason))
 
 
+def num_shown(
+    tokenizer: Tokenizer, token_ids: Sequence[int], finish_reason: str, text_length: int | None = None
+) -> int:
+    """How many tokens the text of `output_text` comes from; the last one may be shown in part."""
+    if text_length is None:
+        return len(visible_ids(token_ids, finish_reason))
+    push, length = tokenizer.detokenizer().push, 0
+    for count, token_id in enumerate(token_ids):
+        if length >= text_length:
+            return count
+        length += len(push((token_id,)))
+    return len(token_ids)
+
+
 def own_usage(input_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:
     return {"input_tokens": input_tokens, "cached_tokens": cached_tokens, "output_tokens": output_tokens}
 
 
-def openai_usage(input_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, Any]:
-    return {
+def openai_usage(input_tokens: int, cached_tokens: int | None, output_tokens: int) -> dict[str, Any]:
+    """`cached_tokens` None: not known yet."""
+    counts = {
         "prompt_tokens": input_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": input_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+    if cached_tokens is None:
+        return counts
+    return {**counts, "prompt_tokens_details": {"cached_tokens": cached_tokens}}
 
 
 def chat_completion_id(request_id: bytes) -> str:
     return f"chatcmpl-{request_id.hex()}"
 
 
+def completion_id(request_id: bytes) -> str:
+    return f"cmpl-{request_id.hex()}"
+
+
 def answer(url: str, finished: Finished) -> dict[str, Any]:
     """The JSON object that `url` answers with when it does not stream."""
     if url == CHAT_COMPLETIONS_URL:
-        return {
-            "id": chat_completion_id(finished.request_id),
-            "object": "chat.completion",
-            "created": finished.created_s,
-            "model": finished.model,
-            "choices": [
-                {
-                    "index": 0,
-                    "message": {"role": "assistant", "content": finished.text, "refusal": None},
-                    "logprobs": None,
-                    "finish_reason": finished.finish_reason,
-                }
-            ],
-            "usage": openai_usage(finished.input_tokens, finished.cached_tokens, finished.output_tokens),
-        }
+        return _chat_completion(finished)
+    if url == COMPLETIONS_URL:
+        return _completion(finished)
     return {
         "id": finished.request_id.hex(),
         "model": finished.model,
         "text": finished.text,
         "usage": own_usage(finished.input_tokens, finished.cached_tokens, finished.output_tokens),
         "stop_reason": finished.finish_reason,
+    }
+
+
+def _chat_completion(finished: Finished) -> dict[str, Any]:
+    tier = {} if finished.service_tier is None else {"service_tier": finished.service_tier}
+    return {
+        "id": chat_completion_id(finished.request_id),
+        "object": "chat.completion",
+        "created": finished.created_s,
+        "model": finished.model,
+        **tier,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": finished.text, "refusal": None},
+                "logprobs": finished.logprobs,
+                "finish_reason": finished.finish_reason,
+            }
+        ],
+        "usage": openai_usage(finished.input_tokens, finished.cached_tokens, finished.output_tokens),
+    }
+
+
+def _completion(finished: Finished) -> dict[str, Any]:
+    return {
+        "id": completion_id(finished.request_id),
+        "object": "text_completion",
+        "created": finished.created_s,
+        "model": finished.model,
+        "choices": [
+            {
+                "text": finished.text,
+                "index": 0,
+                "logprobs": finished.logprobs,
+                "finish_reason": finished.finish_reason,
+            }
+        ],
+        "usage": openai_usage(finished.input_tokens, finished.cached_tokens, finished.output_tokens),
     }

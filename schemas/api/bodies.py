@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 from schemas.api import fields
 from schemas.api.errors import ApiError, bad_field
 from schemas.api.structured import ResponseFormat
+from schemas.sampling import MAX_TOP_LOGPROBS
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
@@ -58,6 +59,7 @@ class GenerateBody(Struct, forbid_unknown_fields=True):
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class ChatCompletionBody(Struct, forbid_unknown_fields=True):
@@ -80,7 +82,7 @@ class ChatCompletionBody(Struct, forbid_unknown_fields=True):
     metadata: dict[str, str] | None = None
     n: Literal[1] | None = 1
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stop: fields.OpenAIStop | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -89,12 +91,16 @@ class ChatCompletionBody(Struct, forbid_unknown_fields=True):
     frequency_penalty: fields.Penalty | None = None
     logit_bias: fields.LogitBiases | None = None
     store: bool | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: Literal["none"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     def unsupported(self) -> str | None:
         """The first field that asks for what is not served."""
         asked = (
-            ("logprobs", self.logprobs),
-            ("top_logprobs", self.top_logprobs),
             ("tools", self.tools),
             ("tool_choice", None if self.tool_choice == "none" else self.tool_choice),
             ("store", self.store),

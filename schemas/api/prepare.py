@@ -5,57 +5,159 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from schemas.api.bodies import ChatCompletionBody, GenerateBody, Message
+from schemas.api.bodies import ChatCompletionBody, GenerateBody, StreamOptions
+from schemas.api.completions import CompletionBody
 from schemas.api.errors import ApiError, bad_field
+from schemas.api.prompts import (
+    chat_ids,
+    check_token_ids,
+    check_unicode,
+    completion_ids,
+    find_model,
+    output_limit,
+    text_ids,
+)
 from schemas.api.structured import response_grammar
-from schemas.chat_template import ChatTemplateError
 from schemas.models import LoadedModel
 from schemas.priority import PriorityClass
-from schemas.sampling import LogitBias, SamplingParams
+from schemas.sampling import Grammar, LogitBias, SamplingParams
 
 DEFAULT_MAX_TOKENS = 1024
+# OpenAI's.
+DEFAULT_COMPLETION_TOKENS = 16
 GENERATE_URL = "/v1/generate"
 CHAT_COMPLETIONS_URL = "/v1/chat/completions"
+COMPLETIONS_URL = "/v1/completions"
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
 
-Body = GenerateBody | ChatCompletionBody
-BODIES: dict[str, type[GenerateBody] | type[ChatCompletionBody]] = {
+Body = GenerateBody | ChatCompletionBody | CompletionBody
+BODIES: dict[str, type[GenerateBody] | type[ChatCompletionBody] | type[CompletionBody]] = {
     GENERATE_URL: GenerateBody,
     CHAT_COMPLETIONS_URL: ChatCompletionBody,
+    COMPLETIONS_URL: CompletionBody,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A valid request. `priority` is None where the body names no class."""
+    """A valid request. `priority` is None where the body names no class.
+
+    `num_prompt_tokens` stays when whoever runs the request has let go of the ids. `include_usage`,
+    `continuous_usage`: usage at the end of the stream, in each of its chunks. `service_tier`: to be answered.
+    """
 
     url: str
     model: LoadedModel
     prompt_token_ids: list[int]
+    num_prompt_tokens: int
     sampling: SamplingParams
     priority: PriorityClass | None
     stream: bool
-    include_usage: bool
+    include_usage: bool = True
+    continuous_usage: bool = False
+    service_tier: str | None = None
 
 
 def prepare(body: Body, models: Mapping[str, LoadedModel]) -> Prepared:
     """Tokenizes (a millisecond per few hundred words). Raises ApiError that names the field."""
     model = find_model(body.model, models)
-    if isinstance(body, ChatCompletionBody):
-        if field := body.unsupported():
-            raise ApiError(400, "unsupported_field", f"{field}: this is not supported", field)
-        url, wanted = CHAT_COMPLETIONS_URL, body.max_completion_tokens or body.max_tokens
-        limit_field = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-        ids = chat_ids(body.messages, model)
-        include_usage = body.stream_options is not None and body.stream_options.include_usage
+    match body:
+        case GenerateBody():
+            return _generate(body, model)
+        case ChatCompletionBody():
+            return _chat(body, model)
+        case CompletionBody():
+            return _completion(body, model)
+
+
+def _generate(body: GenerateBody, model: LoadedModel) -> Prepared:
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_field("prompt", "give either prompt or messages")
+    if body.messages is not None:
+        field, ids = "messages", chat_ids(body.messages, model)
     else:
-        url, wanted, limit_field = GENERATE_URL, body.max_tokens, "max_tokens"
-        ids = _generate_ids(body, model)
-        include_usage = True
-    field = "prompt" if isinstance(body, GenerateBody) and body.prompt is not None else "messages"
-    max_tokens = _max_tokens(wanted, limit_field, len(ids), model.spec.max_model_len, field)
+        assert body.prompt is not None
+        field, ids = "prompt", text_ids(body.prompt, model)
+    context = model.spec.max_model_len
+    limit = output_limit(body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens", len(ids), context, field)
+    sampling = _sampling(body, model, limit, response_grammar(body.response_format, body.regex))
+    sampling.min_p = body.min_p or 0.0
+    sampling.min_tokens = _min_tokens(body.min_tokens, limit)
+    sampling.repetition_penalty = body.repetition_penalty or 1.0
+    return Prepared(GENERATE_URL, model, ids, len(ids), sampling, _priority(body), body.stream)
+
+
+def _chat(body: ChatCompletionBody, model: LoadedModel) -> Prepared:
+    _check_supported(body.unsupported())
+    include_usage, continuous_usage = _usage_options(body.stream_options)
+    ids = chat_ids(body.messages, model)
+    limit = output_limit(
+        body.max_completion_tokens or body.max_tokens,
+        DEFAULT_MAX_TOKENS,
+        "max_completion_tokens" if body.max_completion_tokens else "max_tokens",
+        len(ids),
+        model.spec.max_model_len,
+        "messages",
+    )
+    sampling = _sampling(body, model, limit, response_grammar(body.response_format))
+    if body.top_logprobs and not body.logprobs:
+        raise bad_field("top_logprobs", "goes with logprobs: true")
+    if body.logprobs:
+        sampling.logprobs = body.top_logprobs or 0
+    return Prepared(
+        CHAT_COMPLETIONS_URL,
+        model,
+        ids,
+        len(ids),
+        sampling,
+        _priority(body),
+        bool(body.stream),
+        include_usage,
+        continuous_usage,
+        # The class of a request is `priority`; a tier that is left to us is the default one.
+        "default" if body.service_tier else None,
+    )
+
+
+def _completion(body: CompletionBody, model: LoadedModel) -> Prepared:
+    _check_supported(body.unsupported())
+    include_usage, continuous_usage = _usage_options(body.stream_options)
+    ids = completion_ids(body.prompt, model)
+    context = model.spec.max_model_len
+    limit = output_limit(
+        body.max_tokens, DEFAULT_COMPLETION_TOKENS, "max_tokens", len(ids), context, "prompt"
+    )
+    sampling = _sampling(body, model, limit, None)
+    sampling.logprobs = body.logprobs
+    return Prepared(
+        COMPLETIONS_URL,
+        model,
+        ids,
+        len(ids),
+        sampling,
+        _priority(body),
+        bool(body.stream),
+        include_usage,
+        continuous_usage,
+    )
+
+
+def _check_supported(field: str | None) -> None:
+    if field is not None:
+        raise ApiError(400, "unsupported_field", f"{field}: this is not supported", field)
+
+
+def _usage_options(options: StreamOptions | None) -> tuple[bool, bool]:
+    if options is None:
+        return False, False
+    if options.continuous_usage_stats and not options.include_usage:
+        raise bad_field("stream_options.continuous_usage_stats", "goes with include_usage: true")
+    return options.include_usage, options.continuous_usage_stats
+
+
+def _sampling(body: Body, model: LoadedModel, max_tokens: int, grammar: Grammar | None) -> SamplingParams:
     vocab_size = len(model.tokenizer.token_bytes)
-    sampling = SamplingParams(
+    return SamplingParams(
         max_tokens=max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=body.top_k or 0,
@@ -66,81 +168,9 @@ def prepare(body: Body, models: Mapping[str, LoadedModel]) -> Prepared:
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_logit_bias(body.logit_bias, vocab_size),
-        stop=_stop(body.stop),
-        grammar=response_grammar(
-            body.response_format, body.regex if isinstance(body, GenerateBody) else None
-        ),
+        stop=stop_strings(body.stop, "stop"),
+        grammar=grammar,
     )
-    if isinstance(body, GenerateBody):
-        sampling.min_p = body.min_p or 0.0
-        sampling.min_tokens = _min_tokens(body.min_tokens, max_tokens)
-        sampling.repetition_penalty = body.repetition_penalty or 1.0
-    return Prepared(url, model, ids, sampling, _priority(body), bool(body.stream), include_usage)
-
-
-def find_model(model_id: str, models: Mapping[str, LoadedModel]) -> LoadedModel:
-    """Raises ApiError 404 that lists the models there are."""
-    model = models.get(model_id)
-    if model is None:
-        known = ", ".join(sorted(models))
-        message = f"model {model_id!r} does not exist; there is: {known}"
-        raise ApiError(404, "model_not_found", message, "model")
-    return model
-
-
-def _generate_ids(body: GenerateBody, model: LoadedModel) -> list[int]:
-    if (body.prompt is None) == (body.messages is None):
-        raise bad_field("prompt", "give either prompt or messages")
-    if body.messages is not None:
-        return chat_ids(body.messages, model)
-    assert body.prompt is not None
-    check_unicode(body.prompt, "prompt")
-    ids = model.tokenizer.encode_prompt(body.prompt)
-    if not ids:
-        raise bad_field("prompt", "must not be empty for this model")
-    return ids
-
-
-def chat_ids(messages: list[Message], model: LoadedModel) -> list[int]:
-    """The prompt of a conversation. Raises ApiError that names the message."""
-    if model.chat_template is None:
-        raise bad_field("messages", f"model {model.spec.id} has no chat template; use prompt")
-    inputs = [message.as_template_input() for message in messages]
-    for i, message in enumerate(inputs):
-        check_unicode(message["content"], f"messages[{i}].content")
-    try:
-        return model.chat_template.encode(inputs)
-    except ChatTemplateError as e:
-        raise bad_field("messages", str(e)) from None
-
-
-def check_unicode(text: str, field: str) -> None:
-    """JSON can spell half a surrogate pair; no tokenizer can read it. Raises ApiError that names `field`."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise bad_field(field, "holds a lone surrogate, which is no text") from None
-
-
-def _max_tokens(wanted: int | None, limit_field: str, prompt: int, context: int, field: str) -> int:
-    room = context - prompt
-    if room < 1:
-        raise ApiError(
-            400,
-            "context_length_exceeded",
-            f"{field}: {prompt} tokens leave no room in the model's context of {context}",
-            field,
-        )
-    if wanted is None:
-        return min(DEFAULT_MAX_TOKENS, room)
-    if wanted > room:
-        raise ApiError(
-            400,
-            "context_length_exceeded",
-            f"{limit_field}: {prompt} prompt tokens and {wanted} more exceed the context of {context}",
-            limit_field,
-        )
-    return wanted
 
 
 def _min_tokens(wanted: int | None, max_tokens: int) -> int:
@@ -160,19 +190,11 @@ def _logit_bias(wanted: dict[str, float] | None, vocab_size: int) -> list[LogitB
     return biases
 
 
-def check_token_ids(token_ids: list[int], vocab_size: int, field: str) -> list[int]:
-    """`token_ids`, all of them in the vocabulary. Raises ApiError that names the one that is not."""
-    for index, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
-            where = f"{field}[{index}]"
-            raise bad_field(where, f"{token_id} is no token id; they are 0 to {vocab_size - 1}")
-    return token_ids
-
-
-def _stop(wanted: str | list[str] | None) -> list[str]:
+def stop_strings(wanted: str | list[str] | None, field: str) -> list[str]:
+    """Raises ApiError that names `field`."""
     strings = [wanted] if isinstance(wanted, str) else wanted or []
     for string in strings:
-        check_unicode(string, "stop")
+        check_unicode(string, field)
     return strings
 
 

@@ -90,6 +90,8 @@ def parse(
         prepared = prepare(parsed, models)
         if prepared.priority not in (None, PriorityClass.BATCH):
             raise bad_field("priority", "a batch request is always of class batch")
+        if prepared.sampling.logprobs is not None:
+            raise ApiError(400, "unsupported_field", "logprobs: not supported in batch requests", "logprobs")
     except ApiError as e:
         return BadRecord(source, e)
     request_id = request_id_of(tenant, custom_id, url, body)

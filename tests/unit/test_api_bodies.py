@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 
 from schemas.api.answers import Finished, answer, output_text, visible_ids
 from schemas.api.bodies import ChatCompletionBody, GenerateBody, convert_body, decode_body
+from schemas.api.completions import CompletionBody
 from schemas.api.errors import ApiError
-from schemas.api.prepare import CHAT_COMPLETIONS_URL, DEFAULT_MAX_TOKENS, GENERATE_URL, prepare
+from schemas.api.prepare import (
+    CHAT_COMPLETIONS_URL,
+    COMPLETIONS_URL,
+    DEFAULT_MAX_TOKENS,
+    GENERATE_URL,
+    Body,
+    prepare,
+)
 from schemas.catalog import Catalog, simulated_model
 from schemas.models import load_models
 from schemas.priority import PriorityClass
@@ -27,7 +35,7 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
 
 
-def refused(kind: type[GenerateBody] | type[ChatCompletionBody], body: Any) -> ApiError:
+def refused(kind: type[Body], body: Any) -> ApiError:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     with pytest.raises(ApiError) as e:
         prepare(decode_body(data, kind), MODELS)
@@ -62,7 +70,7 @@ def test_text_parts_and_the_developer_role_are_understood() -> None:
     assert bytes(prepared.prompt_token_ids) == b"<|system|>ab\n<|assistant|>"
 
 
-REFUSALS: list[tuple[type[GenerateBody] | type[ChatCompletionBody], Any, int, str, str | None]] = [
+REFUSALS: list[tuple[type[Body], Any, int, str, str | None]] = [
     (GenerateBody, b"", 400, "invalid_json", None),
     (GenerateBody, b"{", 400, "invalid_json", None),
     (GenerateBody, b"\xff\xfe", 400, "invalid_json", None),
@@ -145,7 +153,42 @@ REFUSALS: list[tuple[type[GenerateBody] | type[ChatCompletionBody], Any, int, st
         "response_format.json_schema.schema",
     ),
     (ChatCompletionBody, {**CHAT, "tools": [{}]}, 400, "unsupported_field", "tools"),
-    (ChatCompletionBody, {**CHAT, "logprobs": True}, 400, "unsupported_field", "logprobs"),
+    (ChatCompletionBody, {**CHAT, "store": True}, 400, "unsupported_field", "store"),
+    (ChatCompletionBody, {**CHAT, "logprobs": 1}, 400, "invalid_value", "logprobs"),
+    (
+        ChatCompletionBody,
+        {**CHAT, "logprobs": True, "top_logprobs": 21},
+        400,
+        "invalid_value",
+        "top_logprobs",
+    ),
+    (ChatCompletionBody, {**CHAT, "top_logprobs": 2}, 400, "invalid_value", "top_logprobs"),
+    (ChatCompletionBody, {**CHAT, "service_tier": "flex"}, 400, "invalid_value", "service_tier"),
+    (ChatCompletionBody, {**CHAT, "reasoning_effort": "high"}, 400, "invalid_value", "reasoning_effort"),
+    (ChatCompletionBody, {**CHAT, "modalities": ["audio"]}, 400, "invalid_value", "modalities[0]"),
+    (
+        ChatCompletionBody,
+        {**CHAT, "stream_options": {"continuous_usage_stats": True}},
+        400,
+        "invalid_value",
+        "stream_options.continuous_usage_stats",
+    ),
+    (CompletionBody, {"model": "simulated"}, 400, "missing_field", "prompt"),
+    (CompletionBody, {**GENERATE, "prompt": []}, 400, "invalid_value", "prompt"),
+    (CompletionBody, {**GENERATE, "prompt": ["a", "b"]}, 400, "invalid_value", "prompt"),
+    (CompletionBody, {**GENERATE, "prompt": [[1], [2]]}, 400, "invalid_value", "prompt"),
+    (CompletionBody, {**GENERATE, "prompt": [[]]}, 400, "invalid_value", "prompt[0]"),
+    (CompletionBody, {**GENERATE, "prompt": [1, 258]}, 400, "invalid_value", "prompt[1]"),
+    (CompletionBody, {**GENERATE, "prompt": [1, True]}, 400, "invalid_value", "prompt[1]"),
+    (CompletionBody, {**GENERATE, "prompt": "x" * 40_000}, 400, "context_length_exceeded", "prompt"),
+    (CompletionBody, {**GENERATE, "max_tokens": 40_000}, 400, "context_length_exceeded", "max_tokens"),
+    (CompletionBody, {**GENERATE, "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+    (CompletionBody, {**GENERATE, "echo": True}, 400, "unsupported_field", "echo"),
+    (CompletionBody, {**GENERATE, "suffix": "x"}, 400, "unsupported_field", "suffix"),
+    (CompletionBody, {**GENERATE, "n": 2}, 400, "invalid_value", "n"),
+    (CompletionBody, {**GENERATE, "best_of": 2}, 400, "invalid_value", "best_of"),
+    (CompletionBody, {**GENERATE, "logprobs": 6}, 400, "invalid_value", "logprobs"),
+    (CompletionBody, {**GENERATE, "messages": []}, 400, "unknown_field", "messages"),
     (ChatCompletionBody, {**CHAT, "frequency_penalty": 3}, 400, "invalid_value", "frequency_penalty"),
     (
         ChatCompletionBody,
@@ -166,7 +209,7 @@ REFUSALS: list[tuple[type[GenerateBody] | type[ChatCompletionBody], Any, int, st
 
 @pytest.mark.parametrize(("kind", "body", "status", "code", "param"), REFUSALS)
 def test_every_refusal_names_its_field(
-    kind: type[GenerateBody] | type[ChatCompletionBody], body: Any, status: int, code: str, param: str | None
+    kind: type[Body], body: Any, status: int, code: str, param: str | None
 ) -> None:
     error = refused(kind, body)
     assert (error.status, error.code, error.param) == (status, code, param)
@@ -188,6 +231,11 @@ def test_values_that_ask_for_nothing_are_accepted() -> None:
         "metadata": {"a": "b"},
         "stream": None,
         "stream_options": {"include_usage": True},
+        "top_logprobs": 0,
+        "store": False,
+        "parallel_tool_calls": True,
+        "modalities": ["text"],
+        "reasoning_effort": "none",
     }
     prepared = prepare(decode_body(json.dumps(body).encode(), ChatCompletionBody), MODELS)
     assert (prepared.stream, prepared.include_usage) == (False, True)
@@ -248,17 +296,50 @@ def test_a_model_without_a_template_takes_prompts_only() -> None:
     assert prepare(convert_body(GENERATE, GenerateBody), bare).prompt_token_ids == [256, *b"hi"]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("hi", [256, *b"hi"]),
+        (["hi"], [256, *b"hi"]),
+        ([104, 105], [104, 105]),
+        ([[104, 105]], [104, 105]),
+        ([256], [256]),
+    ],
+)
+def test_a_completion_prompt_is_text_or_ids(prompt: Any, ids: list[int]) -> None:
+    prepared = prepare(convert_body({"model": "simulated", "prompt": prompt}, CompletionBody), MODELS)
+    assert (prepared.prompt_token_ids, prepared.url) == (ids, COMPLETIONS_URL)
+    assert (prepared.sampling.max_tokens, prepared.sampling.logprobs) == (16, None)
+
+
+def test_log_probabilities_are_asked_of_the_worker() -> None:
+    def asked(kind: type[Body], **body: Any) -> int | None:
+        return prepare(convert_body({"model": "simulated", **body}, kind), MODELS).sampling.logprobs
+
+    assert asked(CompletionBody, prompt="a", logprobs=0) == 0
+    assert asked(CompletionBody, prompt="a", logprobs=5) == 5
+    assert asked(ChatCompletionBody, messages=CHAT["messages"], logprobs=True) == 0
+    assert asked(ChatCompletionBody, messages=CHAT["messages"], logprobs=True, top_logprobs=20) == 20
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
-FIELDS = sorted({*GenerateBody.__struct_fields__, *ChatCompletionBody.__struct_fields__})
+KINDS: list[tuple[type[Body], dict[str, Any]]] = [
+    (GenerateBody, GENERATE),
+    (ChatCompletionBody, CHAT),
+    (CompletionBody, GENERATE),
+]
+FIELDS = sorted({name for kind, _ in KINDS for name in kind.__struct_fields__})
 
 
-@given(st.sampled_from([GENERATE, CHAT]), st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
-def test_any_json_is_served_or_refused_as_the_clients_fault(good: dict[str, Any], change: Any) -> None:
-    kind: type[Any] = GenerateBody if good is GENERATE else ChatCompletionBody
+@given(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
+def test_any_json_is_served_or_refused_as_the_clients_fault(
+    form: tuple[type[Body], dict[str, Any]], change: Any
+) -> None:
+    kind, good = form
     error: ApiError | None = None
     try:
         prepare(decode_body(json.dumps(good | change).encode(), kind), MODELS)

@@ -94,7 +94,7 @@ REFUSALS = [
         "priority",
         options={"key": FREE_KEY},
     ),
-    Refusal("unknown path", 404, "not_found", path="/v1/completions"),
+    Refusal("unknown path", 404, "not_found", path="/v1/embeddings"),
     Refusal("trailing slash", 404, "not_found", path="/v1/generate/"),
     Refusal("unknown model", 404, "model_not_found", {**BODY, "model": "gpt-9"}, "model"),
     Refusal("unknown model, chat", 404, "model_not_found", {**CHAT, "model": "x"}, "model", CHAT_PATH),

@@ -1,0 +1,99 @@
+"""From what a body asks with to prompt ids, and how much output fits behind them."""
+
+from collections.abc import Mapping, Sequence
+
+from schemas.api.bodies import Message
+from schemas.api.errors import ApiError, bad_field
+from schemas.chat_template import ChatTemplateError
+from schemas.models import LoadedModel
+
+
+def find_model(model_id: str, models: Mapping[str, LoadedModel]) -> LoadedModel:
+    """Raises ApiError 404 that lists the models there are."""
+    model = models.get(model_id)
+    if model is None:
+        known = ", ".join(sorted(models))
+        message = f"model {model_id!r} does not exist; there is: {known}"
+        raise ApiError(404, "model_not_found", message, "model")
+    return model
+
+
+def text_ids(prompt: str, model: LoadedModel, field: str = "prompt") -> list[int]:
+    """The prompt that is a text. Raises ApiError that names `field`."""
+    check_unicode(prompt, field)
+    ids = model.tokenizer.encode_prompt(prompt)
+    if not ids:
+        raise bad_field(field, "must not be empty for this model")
+    return ids
+
+
+def completion_ids(prompt: str | list[str | int | list[int]], model: LoadedModel) -> list[int]:
+    """OpenAI's `prompt`: a text, token ids as they are, or a list of one of these. Raises ApiError."""
+    field = "prompt"
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        field, prompt = "prompt[0]", prompt[0] if isinstance(prompt[0], str) else [*prompt[0]]
+    if isinstance(prompt, str):
+        return text_ids(prompt, model, field)
+    if not prompt:
+        raise bad_field(field, "must not be empty")
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) != len(prompt):
+        raise bad_field(field, "several prompts in one request are not supported; send one at a time")
+    return check_token_ids(ids, len(model.tokenizer.token_bytes), field)
+
+
+def chat_ids(messages: Sequence[Message], model: LoadedModel) -> list[int]:
+    """The prompt that is a conversation. Raises ApiError that names the message."""
+    if model.chat_template is None:
+        raise bad_field("messages", f"model {model.spec.id} has no chat template; use prompt")
+    inputs = [message.as_template_input() for message in messages]
+    for i, message in enumerate(inputs):
+        check_unicode(message["content"], f"messages[{i}].content")
+    try:
+        return model.chat_template.encode(inputs)
+    except ChatTemplateError as e:
+        raise bad_field("messages", str(e)) from None
+
+
+def check_unicode(text: str, field: str) -> None:
+    """JSON can spell half a surrogate pair; no tokenizer can read it. Raises ApiError that names `field`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise bad_field(field, "holds a lone surrogate, which is no text") from None
+
+
+def check_token_ids(token_ids: list[int], vocab_size: int, field: str) -> list[int]:
+    """`token_ids`, all of them in the vocabulary. Raises ApiError that names the one that is not."""
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            where = f"{field}[{index}]"
+            raise bad_field(where, f"{token_id} is no token id; they are 0 to {vocab_size - 1}")
+    return token_ids
+
+
+def output_limit(
+    wanted: int | None, default: int, limit_field: str, prompt: int, context: int, field: str
+) -> int:
+    """Most output tokens: `wanted`, or `default` as far as there is room. Lengths are in tokens.
+
+    Raises ApiError that names `field`, the prompt's, or `limit_field`, whichever is too long.
+    """
+    room = context - prompt
+    if room < 1:
+        raise ApiError(
+            400,
+            "context_length_exceeded",
+            f"{field}: {prompt} tokens leave no room in the model's context of {context}",
+            field,
+        )
+    if wanted is None:
+        return min(default, room)
+    if wanted > room:
+        raise ApiError(
+            400,
+            "context_length_exceeded",
+            f"{limit_field}: {prompt} prompt tokens and {wanted} more exceed the context of {context}",
+            limit_field,
+        )
+    return wanted
