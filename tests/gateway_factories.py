@@ -26,6 +26,7 @@ from schemas.records import (
     SamplingParams,
     Tenant,
     TokenChunk,
+    TokenLogprobs,
     Tokens,
 )
 
@@ -102,9 +103,14 @@ class Stand:
         self.tell(Dispatched(request.request_id, 1, EPOCH, slot=0, epoch=WORKER_EPOCH, model=request.model))
 
     def tokens(
-        self, request: InferenceRequest, position: int, ids: Iterable[int], finish: str | None = None
+        self,
+        request: InferenceRequest,
+        position: int,
+        ids: Iterable[int],
+        finish: str | None = None,
+        logprobs: Iterable[TokenLogprobs] = (),
     ) -> None:
-        chunk = TokenChunk(request.request_id, 1, position, list(ids), finish)
+        chunk = TokenChunk(request.request_id, 1, position, list(ids), finish, list(logprobs))
         self.outbox.put(self.serving.owner.on_tokens(Tokens(0, WORKER_EPOCH, [chunk]), 0, 0.0))
 
     def complete(
