@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 from starlette.routing import Route, Router
 
-from gateway.api import health, models, native, openai_chat, openai_completions, tokenize
+from gateway.api import health, models, native, openai_chat, openai_completions, streams, tokenize
 from gateway.errors import ErrorBoundary
 from gateway.exchange import Exchange, Receive, Scope, Send
 from gateway.serving import Serving
@@ -33,6 +33,7 @@ def make_app(serving: Serving) -> ErrorBoundary:
         ("POST", COMPLETIONS_URL, openai_completions.completions),
         ("POST", TOKENIZE_URL, tokenize.tokenize),
         ("POST", DETOKENIZE_URL, tokenize.detokenize),
+        ("GET", "/v1/streams/{id}", streams.read_stream),
         ("GET", "/v1/models", models.list_models),
         ("GET", "/v1/models/{model:path}", models.get_model),
         ("GET", "/health/live", health.live),

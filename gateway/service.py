@@ -14,6 +14,7 @@ from aiokafka.errors import KafkaError
 
 from gateway.app import make_app
 from gateway.config import GatewayConfig
+from gateway.log_scans import LogScans
 from gateway.outbox import Outbox
 from gateway.owned_request import OwnedRequest
 from gateway.owner import Owner
@@ -141,6 +142,8 @@ class Gateway:
         serving.models = await asyncio.to_thread(load_models, catalog, config.model_ids())
         serving.models_loaded_at = int(time.time())
         serving.outbox = Outbox(config.kafka, self._on_sent)
+        clock = serving.view.clock
+        serving.scans = LogScans(config.kafka, self._log.decode, lambda: clock.now_ms, config.max_scans)
         try:
             async with asyncio.timeout(config.start_timeout_s):
                 await serving.outbox.start()
@@ -233,6 +236,7 @@ class Gateway:
         error = ApiError(503, "gateway_lost", "this gateway lost its place; try again", None, 1_000)
         for reader in list(self.serving.readers.values()):
             reader.on_end(error)
+        self.serving.scans.end_all(error)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
                 await self.serving.idle()
@@ -246,6 +250,8 @@ class Gateway:
             log.warning("Left could not be said", extra={"error": repr(e)})
 
     async def _close(self) -> None:
+        if hasattr(self.serving, "scans"):
+            await self.serving.scans.stop()
         await self._log.stop()
         if hasattr(self.serving, "outbox"):
             await self.serving.outbox.stop()

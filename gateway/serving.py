@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from gateway.auth import TenantBook, presented_key
 from gateway.config import GatewayConfig
+from gateway.log_scans import LogScans
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
 from gateway.owned_request import OwnedRequest
@@ -25,7 +26,7 @@ _DEAF_S = 5.0
 
 
 class Serving:
-    """`outbox` and `owner` are there once the gateway has joined.
+    """`outbox`, `scans` and `owner` are there once the gateway has joined.
 
     `reply_offset(partition)` is where this gateway stands in a reply partition of its own.
     `catch_up_tenants` reads control.tenants to its end. `heard_at` is when heartbeats last came from Kafka
@@ -33,6 +34,7 @@ class Serving:
     """
 
     outbox: Outbox
+    scans: LogScans
     owner: Owner
 
     def __init__(self, config: GatewayConfig, catch_up_tenants: Callable[[], Awaitable[None]]) -> None:
@@ -142,6 +144,7 @@ class Serving:
 
     def end_all(self, error: ApiError, reason: str) -> None:
         """Ends what still runs, with an error for its client."""
+        self.scans.end_all(error)
         for request_id, reader in list(self.readers.items()):
             reader.on_end(error)
             owned = self.owner.open.get(request_id)

@@ -120,7 +120,7 @@ class TokenLog:
             for messages in await self._poll(self._tokens):
                 now = time.monotonic()
                 for message in messages:
-                    record = await self._decode(message)
+                    record = await self.decode(message)
                     if type(record) is Tokens:
                         on_tokens(record, message.timestamp, now)
                     elif isinstance(record, _REPLY_RECORDS):
@@ -132,7 +132,7 @@ class TokenLog:
             for messages in await self._poll(self._heartbeats):
                 self.heard_at = time.monotonic()
                 for message in messages:
-                    record = await self._decode(message)
+                    record = await self.decode(message)
                     if isinstance(record, Heartbeat):
                         self._view.on_heartbeat(record, message.timestamp)
 
@@ -216,7 +216,7 @@ class TokenLog:
             raise LogTruncatedError(f"what was to be read is no longer there: {e}") from e
         return batches.values()
 
-    async def _decode(self, message: ConsumerRecord) -> object:
+    async def decode(self, message: ConsumerRecord) -> object:
         """As `_try_decode`, but a schema that may be on its way gets a second to arrive."""
         try:
             return self._codec.decode(message.value or b"")

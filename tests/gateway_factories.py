@@ -6,16 +6,20 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from aiokafka import ConsumerRecord
+
 from gateway.actions import Action
 from gateway.app import make_app
 from gateway.config import GatewayConfig
 from gateway.exchange import Message
+from gateway.log_scans import LogScans
 from gateway.outbox import Outbox
 from gateway.owned_request import OwnedRequest
 from gateway.owner import Owner
 from gateway.serving import Serving
 from schemas.api_keys import new_key
 from schemas.catalog import Catalog
+from schemas.codec import decode
 from schemas.models import LoadedModel
 from schemas.priority import PriorityClass
 from schemas.records import (
@@ -78,6 +82,7 @@ class Stand:
         self.serving = Serving(config(**changes), self._catch_up_tenants)
         self.outbox = RecordingOutbox()
         self.serving.outbox = self.outbox
+        self.serving.scans = LogScans("nowhere:1", self._decode, lambda: 0, most=2)
         self.serving.owner = Owner(SLOT, EPOCH, shards=4, cancel_timeout_ms=30_000)
         self.serving.models = {"simulated": MODEL}
         self.serving.joined = True
@@ -87,6 +92,9 @@ class Stand:
 
     def call(self, method: str = "POST", path: str = "/v1/generate", **options: Any) -> "Call":
         return Call(self.app, method, path, **options)
+
+    async def _decode(self, message: ConsumerRecord) -> object:
+        return decode(message.value or b"")
 
     async def _catch_up_tenants(self) -> None:
         self.catch_ups += 1

@@ -1,0 +1,15 @@
+"""What a client is told when its request did not end normally: the same by its owner and from the log."""
+
+from schemas.api.errors import ApiError
+from schemas.records import Failed, Rejected
+
+_STATUS_OF_FAILURE = {"no_answer": 503, "engine_error": 500}
+_CANCELLED_IN_THE_QUEUE = 499
+
+
+def error_of(end: Rejected | Failed) -> ApiError:
+    """The refusal or failure as an HTTP error. A cancel is no status that a server may answer with."""
+    if isinstance(end, Rejected):
+        status = 503 if end.status == _CANCELLED_IN_THE_QUEUE else end.status
+        return ApiError(status, end.code, end.message, None, end.retry_after_ms)
+    return ApiError(_STATUS_OF_FAILURE.get(end.code, 502), end.code, end.message)

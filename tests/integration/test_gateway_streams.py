@@ -1,0 +1,258 @@
+"""Streams that clients come back to: two gateways and real topics; admission and the worker are scripted."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from gateway.config import GatewayConfig
+from gateway.public_id import PublicId
+from gateway.service import Gateway
+from infra.local.broker import Broker
+from infra.topics.create import create_topics
+from schemas.api_keys import new_key
+from schemas.priority import PriorityClass
+from schemas.records import InferenceRequest, Tenant
+from schemas.topics import Layout
+from tests.fleet_driver import FleetDriver, serve, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+LAYOUT = Layout(shards=2, worker_slots=2, gateway_slots=2)
+SECRET = "for both gateways"
+KEY, _API_KEY = new_key(0)
+OTHER_KEY, _OTHER_API_KEY = new_key(0)
+HEADERS = {"authorization": f"Bearer {KEY}"}
+TEXT = "Grüße, 漢字 und 🙂. " * 4
+TOKENS = list(TEXT.encode())
+BODY = {"model": "simulated", "prompt": "hi", "max_tokens": len(TOKENS), "stream": True}
+
+
+@dataclass
+class Api:
+    """Two gateways, their driver, a client for each; slot 0 takes the requests."""
+
+    gateways: list[Gateway]
+    driver: FleetDriver
+    owner: httpx.AsyncClient
+    other: httpx.AsyncClient
+
+    async def read(
+        self, stream: str, after: int | None = None, client: httpx.AsyncClient | None = None
+    ) -> httpx.Response:
+        headers = HEADERS if after is None else {**HEADERS, "last-event-id": str(after)}
+        return await (client or self.other).get(f"/v1/streams/{stream}", headers=headers)
+
+
+@pytest.fixture(scope="module")
+def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    broker = Broker(tmp_path_factory.mktemp("streams-broker"))
+
+    async def start() -> None:
+        await broker.start()
+        await create_topics(broker.bootstrap_servers, LAYOUT)
+
+    try:
+        asyncio.run(start())
+        yield broker
+        asyncio.run(broker.stop())
+    finally:
+        broker.kill()
+
+
+def config(broker: Broker, slot: int) -> GatewayConfig:
+    return GatewayConfig(
+        kafka=broker.bootstrap_servers,
+        slot=slot,
+        shards=LAYOUT.shards,
+        worker_slots=LAYOUT.worker_slots,
+        gateway_slots=LAYOUT.gateway_slots,
+        models_dir=Path("no-models"),
+        models="simulated",
+        cancel_timeout_ms=1_000,
+        drain_s=5.0,
+        stream_secret=SECRET,
+        max_scans=4,
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def api_module(own_broker: Broker) -> AsyncIterator[Api]:
+    driver = FleetDriver(own_broker.bootstrap_servers, LAYOUT)
+    await driver.start()
+    await driver.put_tenant("acme", Tenant("acme", PriorityClass.INTERACTIVE, [_API_KEY], []))
+    await driver.put_tenant("other", Tenant("other", PriorityClass.INTERACTIVE, [_OTHER_API_KEY], []))
+    gateways = [Gateway(config(own_broker, slot)) for slot in range(2)]
+    stop = asyncio.Event()
+    running = [asyncio.create_task(gateway.run(stop)) for gateway in gateways]
+    clients = [httpx.AsyncClient(base_url=f"http://127.0.0.1:{g.port}", timeout=20) for g in gateways]
+    await until(lambda: all(g.serving.joined for g in gateways))
+    yield Api(gateways, driver, *clients)
+    for client in clients:
+        await client.aclose()
+    stop.set()
+    await asyncio.wait_for(asyncio.gather(*running), 20)
+    await driver.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def api(api_module: Api) -> AsyncIterator[Api]:
+    """Between tests nothing is open."""
+    driver = api_module.driver
+    yield api_module
+    driver.script = serve
+    for gateway in api_module.gateways:
+        serving = gateway.serving
+        await until(lambda serving=serving: not serving.owner.open and not len(serving.scans))  # type: ignore[misc]
+    await driver.caught_up()
+    for queue in (driver.requests, driver.cancellations, driver.queue_cancellations, driver.usage):
+        while not queue.empty():
+            queue.get_nowait()
+
+
+class Worker:
+    """A script that tells tokens when it is let, one a record."""
+
+    def __init__(self) -> None:
+        self._allowed = 0
+        self._moved = asyncio.Event()
+
+    def allow(self, count: int) -> None:
+        self._allowed = count
+        self._moved.set()
+
+    async def __call__(self, driver: FleetDriver, request: InferenceRequest) -> None:
+        await driver.dispatch(request)
+        for at, token_id in enumerate(TOKENS):
+            while at >= self._allowed:
+                self._moved.clear()
+                await self._moved.wait()
+            await driver.tokens(request, at, [token_id], "length" if at + 1 == len(TOKENS) else None)
+        await driver.complete(request, len(TOKENS), "length")
+
+
+def parse(text: str) -> tuple[str, list[int], str]:
+    """(text, ids, type of the last event) of a whole stream."""
+    found, ids, kind = "", [], ""
+    for event in text.split("\n\n")[:-1]:
+        lines = dict(line.split(": ", 1) for line in event.split("\n") if not line.startswith(":"))
+        if not lines:
+            continue
+        data = json.loads(lines["data"])
+        kind = data["type"]
+        found += data.get("text", "")
+        ids.append(int(lines["id"]))
+    return found, ids, kind
+
+
+async def finished(api: Api) -> tuple[str, str]:
+    """(id, whole body) of a stream that has ended."""
+    worker = Worker()
+    worker.allow(len(TOKENS))
+    api.driver.script = worker
+    response = await api.owner.post("/v1/generate", json=BODY, headers=HEADERS)
+    return response.headers["x-headrace-stream"], response.text
+
+
+async def test_an_ended_stream_is_read_at_both_gateways(api: Api) -> None:
+    stream, body = await finished(api)
+    whole, ids, kind = parse(body)
+    assert (whole, kind) == (TEXT, "done")
+    for client in (api.owner, api.other):
+        again = await api.read(stream, client=client)
+        assert again.status_code == 200
+        assert again.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert parse(again.text)[0] == TEXT
+        assert again.text.split("\n\n")[-2:] == body.split("\n\n")[-2:]  # the same done event
+    for after in (0, ids[len(ids) // 2], ids[-1]):
+        known = bytes(TOKENS[: after + 1]).decode(errors="ignore")
+        text, late, kind = parse((await api.read(stream, after)).text)
+        assert (known + text, kind) == (TEXT, "done")
+        assert late[0] > after or text == ""
+    by_query = await api.other.get(f"/v1/streams/{stream}?starting_after=4", headers=HEADERS)
+    assert parse(by_query.text)[0] == parse((await api.read(stream, 4)).text)[0]
+
+
+async def test_many_clients_come_back_to_a_running_stream_by_few_readings(api: Api) -> None:
+    worker = Worker()
+    api.driver.script = worker
+    worker.allow(9)
+    async with api.owner.stream("POST", "/v1/generate", json=BODY, headers=HEADERS) as response:
+        stream = response.headers["x-headrace-stream"]
+        lines = response.aiter_lines()
+        async for line in lines:
+            if line == "id: 8":
+                break
+        back = [asyncio.create_task(api.read(stream, after)) for after in (*range(-1, 9),) * 3]
+        scans = api.gateways[1].serving.scans
+        await until(lambda: len(scans) > 0)
+        most = 0
+        for count in range(10, len(TOKENS) + 1):
+            worker.allow(count)
+            await asyncio.sleep(0.01)
+            most = max(most, len(scans))
+        assert most <= 2
+        answers = await asyncio.wait_for(asyncio.gather(*back), 20)
+        for after, answer in zip((*range(-1, 9),) * 3, answers, strict=True):
+            known = bytes(TOKENS[: after + 1]).decode(errors="ignore")
+            assert known + parse(answer.text)[0] == TEXT
+        assert "".join([line async for line in lines]).endswith('"stop_reason":"length"}')
+    await until(lambda: len(scans) == 0)
+
+
+async def test_what_a_client_may_not_read_looks_like_nothing(api: Api) -> None:
+    stream, _ = await finished(api)
+    public_id = api.gateways[0].serving.public_ids.decode("acme", stream)
+    others = {"authorization": f"Bearer {OTHER_KEY}"}
+    answers = [
+        await api.other.get(f"/v1/streams/{stream}", headers=others),
+        await api.other.get(f"/v1/streams/{stream[:-1]}", headers=HEADERS),
+        await api.other.get("/v1/streams/x", headers=HEADERS),
+    ]
+    assert [answer.status_code for answer in answers] == [404] * 3
+    assert {answer.json()["error"]["code"] for answer in answers} == {"stream_not_found"}
+    assert (await api.other.get(f"/v1/streams/{stream}")).status_code == 401
+    bad = await api.other.get(f"/v1/streams/{stream}?starting_after=x", headers=HEADERS)
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "starting_after")
+
+    def moved(offset: int) -> str:
+        where: PublicId = public_id._replace(first_offset=offset)
+        return api.gateways[0].serving.public_ids.encode("acme", where)
+
+    gone = await api.read(moved(10**9))
+    assert (gone.status_code, gone.json()["error"]["code"]) == (410, "stream_expired")
+
+
+async def test_a_refused_request_is_refused_again(api: Api) -> None:
+    async def refuse(driver: FleetDriver, request: InferenceRequest) -> None:
+        await driver.reject(request, 429, "rate_limit_exceeded", 3_000)
+
+    api.driver.script = refuse
+    first = await api.owner.post("/v1/generate", json=BODY, headers=HEADERS)
+    again = await api.read(first.headers["x-headrace-stream"])
+    assert (again.status_code, again.headers["retry-after"]) == (first.status_code, "3")
+    assert again.json() == first.json()
+
+
+async def test_readings_are_bounded(api: Api) -> None:
+    stream, _ = await finished(api)
+    public_id = api.gateways[0].serving.public_ids.decode("acme", stream)
+    ids = api.gateways[0].serving.public_ids
+    # Of requests that never were: each reading waits for an end that does not come.
+    places = [
+        ids.encode("acme", public_id._replace(reply_partition=p, request_id=bytes(16))) for p in range(5)
+    ]
+    held = [asyncio.create_task(api.read(place)) for place in places[:4]]
+    scans = api.gateways[1].serving.scans
+    await until(lambda: len(scans) == 4)
+    refused = await api.read(places[4])
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert refused.json()["error"]["code"] == "too_many_replays"
+    for task in held:
+        task.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
+    await until(lambda: len(scans) == 0)

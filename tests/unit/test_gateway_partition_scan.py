@@ -1,0 +1,152 @@
+"""Clients that share a reading of a partition: who joins where, and how two readings become one."""
+
+import pytest
+from aiokafka import ConsumerRecord
+
+from gateway.partition_scan import PartitionScan
+from gateway.replay import Replay, ReplayReader
+from schemas.api.errors import ApiError
+from schemas.codec import decode, encode
+from schemas.records import Claim, Completion, TokenChunk, Tokens
+from tests.gateway_factories import EPOCH, MODEL, WORKER_EPOCH, config
+
+TEXT = b"abcdefgh"
+RIDS = [bytes([n]) * 16 for n in range(3)]
+
+
+def replay(rid: bytes = RIDS[0]) -> Replay:
+    return Replay(rid, "acme", ReplayReader(config(), MODEL, False, -1, 0.0))
+
+
+def message(offset: int, record: object) -> ConsumerRecord:
+    return ConsumerRecord(
+        "inference.tokens", 3, offset, 1_000 + offset, 0, None, encode(record), 0, -1, -1, []
+    )
+
+
+def log() -> list[ConsumerRecord]:
+    """Each record is a step in which all three requests get a token; offsets 100 to 107, then the ends."""
+    messages = [
+        message(
+            100 + at,
+            Tokens(0, WORKER_EPOCH, [TokenChunk(r, 1, at, [TEXT[at]], None) for r in RIDS]),
+        )
+        for at in range(len(TEXT))
+    ]
+    ends = [Completion(r, 1, 0, WORKER_EPOCH, 1, 0, len(TEXT), "length") for r in RIDS]
+    return messages + [message(108 + n, end) for n, end in enumerate(ends)]
+
+
+async def read(record: ConsumerRecord) -> object:
+    return decode(record.value or b"")
+
+
+def text(of: Replay) -> str:
+    taken = of.reader.take()
+    return "" if taken is None else taken[0]
+
+
+async def test_who_waits_is_read_for_from_the_first_of_their_offsets() -> None:
+    scan = PartitionScan(3)
+    replays = [replay(), replay(), replay(RIDS[1])]
+    for offset, target in zip((104, 100, 102), replays, strict=True):
+        assert scan.may_join(offset)
+        scan.join(offset, target)
+    assert scan.wanted
+    assert scan.begin(50, 111) == 100
+    await scan.give(log(), read, [scan])
+    assert [text(target) for target in replays] == ["abcdefgh"] * 3
+    assert all(target.done for target in replays)
+    scan.tick(1.0, None)
+    assert not scan.wanted
+
+
+async def test_only_what_was_not_given_yet_can_be_joined() -> None:
+    scan = PartitionScan(3)
+    scan.join(100, replay())
+    scan.begin(0, 200)
+    await scan.give(log()[:4], read, [scan])
+    assert not scan.may_join(103)
+    assert scan.may_join(104)
+
+
+@pytest.mark.parametrize("offset", [49, 201])
+def test_what_the_log_does_not_hold_is_gone(offset: int) -> None:
+    scan = PartitionScan(3)
+    old, kept = replay(), replay()
+    scan.join(offset, old)
+    scan.join(50, kept)
+    assert scan.begin(50, 200) == 50
+    assert isinstance(old.reader.end, ApiError)
+    assert old.reader.end.status == 410
+    assert kept.reader.end is None
+    alone = PartitionScan(3)
+    alone.join(offset, replay())
+    assert alone.begin(50, 200) is None
+    assert not alone.wanted
+
+
+async def test_a_scan_that_catches_up_gives_its_clients_to_the_one_ahead() -> None:
+    records = log()
+    ahead, behind = PartitionScan(3), PartitionScan(3)
+    first, late = replay(RIDS[0]), replay(RIDS[0])
+    ahead.join(100, first)
+    ahead.begin(0, 200)
+    await ahead.give(records[:5], read, [ahead])
+    behind.join(100, late)
+    behind.begin(0, 200)
+    scans = [ahead, behind]
+    await behind.give(records[:3], read, scans)
+    assert [scan.wanted for scan in scans] == [True, True]
+    await behind.give(records[3:], read, scans)  # not beyond the place where the other stands
+    assert [scan.wanted for scan in scans] == [True, False]
+    assert text(late) == "abcde"
+    await ahead.give(records[5:], read, scans)
+    assert (text(first), text(late)) == ("abcdefgh", "fgh")
+    assert first.done
+    assert late.done
+
+
+async def test_two_scans_that_stand_at_the_end_become_one() -> None:
+    records = log()[:4]
+    scans = [PartitionScan(3), PartitionScan(3)]
+    for scan in scans:
+        scan.join(100, replay())
+        scan.begin(0, 200)
+        await scan.give(records, read, scans)
+    assert [scan.wanted for scan in scans] == [True, False]
+
+
+async def test_a_client_that_leaves_is_given_nothing_more() -> None:
+    scan = PartitionScan(3)
+    stays, leaves, never = replay(), replay(), replay()
+    for target in (stays, leaves, never):
+        scan.join(100, target)
+    scan.leave(never)
+    scan.begin(0, 200)
+    scan.leave(leaves)
+    await scan.give(log(), read, [scan])
+    assert (text(stays), text(leaves), text(never)) == ("abcdefgh", "", "")
+
+
+async def test_a_claim_of_all_is_every_replays_news() -> None:
+    scan = PartitionScan(3)
+    replays = [replay(rid) for rid in RIDS]
+    for target in replays:
+        target.state.owner_epoch = EPOCH
+        scan.join(100, target)
+    scan.begin(0, 200)
+    await scan.give([message(100, Claim(EPOCH, 2, 99))], read, [scan])
+    assert [target.state.owner_epoch for target in replays] == [99] * 3
+
+
+async def test_the_end_of_a_scan_is_told_to_all_that_wait() -> None:
+    running, starting = PartitionScan(3), PartitionScan(3)
+    replays = [replay(), replay()]
+    running.join(100, replays[0])
+    running.begin(0, 200)
+    starting.join(100, replays[1])
+    for scan in (running, starting):
+        scan.end_all(ApiError(503, "broker_unavailable", "no"))
+        assert not scan.wanted
+    assert all(isinstance(target.reader.end, ApiError) for target in replays)
