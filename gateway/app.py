@@ -4,11 +4,21 @@ from collections.abc import Awaitable, Callable
 
 from starlette.routing import Route, Router
 
-from gateway.api import health, models, native, openai_chat, openai_completions, streams, tokenize
+from gateway.api import (
+    anthropic_messages,
+    health,
+    models,
+    native,
+    openai_chat,
+    openai_completions,
+    streams,
+    tokenize,
+)
 from gateway.errors import ErrorBoundary
 from gateway.exchange import Exchange, Receive, Scope, Send
 from gateway.serving import Serving
-from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, GENERATE_URL
+from schemas.api.messages import COUNT_TOKENS_URL
+from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, GENERATE_URL, MESSAGES_URL
 from schemas.api.tokenize import DETOKENIZE_URL, TOKENIZE_URL
 
 Handler = Callable[[Serving, Exchange], Awaitable[None]]
@@ -31,6 +41,8 @@ def make_app(serving: Serving) -> ErrorBoundary:
         ("POST", GENERATE_URL, native.generate),
         ("POST", CHAT_COMPLETIONS_URL, openai_chat.chat_completions),
         ("POST", COMPLETIONS_URL, openai_completions.completions),
+        ("POST", MESSAGES_URL, anthropic_messages.messages),
+        ("POST", COUNT_TOKENS_URL, anthropic_messages.count_tokens),
         ("POST", TOKENIZE_URL, tokenize.tokenize),
         ("POST", DETOKENIZE_URL, tokenize.detokenize),
         ("GET", "/v1/streams/{id}", streams.read_stream),

@@ -1,4 +1,6 @@
-"""Every refusal leaves here: OpenAI's error shape, an x-request-id. Stack traces go to the log alone."""
+"""Every refusal leaves here, with an x-request-id, in the shape of the API it was asked of: Anthropic's under
+/v1/messages, elsewhere OpenAI's. Stack traces go to the log alone.
+"""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -7,6 +9,7 @@ from starlette.exceptions import HTTPException
 
 from gateway.exchange import JSON, ClientGoneError, Exchange, Receive, Scope, Send
 from schemas.api.errors import ApiError
+from schemas.api.prepare import MESSAGES_URL
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +46,13 @@ async def send_error(
         extra.append((b"www-authenticate", b"Bearer"))
     if error.status in _CLOSES:
         extra.append((b"connection", b"close"))
-    await exchange.respond(error.status, error.to_json(), extra)
+    anthropic_id = exchange.request_id if _is_anthropic(exchange.scope) else None
+    await exchange.respond(error.status, error.to_json(anthropic_id), extra)
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path == MESSAGES_URL or path.startswith(f"{MESSAGES_URL}/")
 
 
 class ErrorBoundary:
@@ -60,6 +69,8 @@ class ErrorBoundary:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
+        if _is_anthropic(scope):
+            exchange.extra_headers.append((b"request-id", exchange.request_id.hex().encode()))
         scope["exchange"] = exchange
         scope["app"] = self  # has the router raise instead of answering in plain text
         try:

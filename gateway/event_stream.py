@@ -70,7 +70,7 @@ async def _events(
             return
         elif reader.keep_alive_due:
             reader.keep_alive_due = False
-            message["body"] = sse.KEEP_ALIVE
+            message["body"] = frames.keep_alive()
             await send(message)
         else:
             await reader.wait()

@@ -110,7 +110,8 @@ class StreamReader(Reader):
     """Turns tokens into text as they come; what the client has not taken yet is one growing piece.
 
     `may_be_cut`: the request names stop strings. The worker tells no tokens beyond what may become one, but
-    for those that end the output, so only these wait for the Completion.
+    for those that end the output, so only these wait for the Completion. `cut_off` is then the text from the
+    stop string on.
 
     `keep_alive_s` without an event makes `keep_alive_due`; so does `start_wait_s` of queueing at the
     beginning. A client that does not take what is there for `write_timeout_s` is `stuck`; `on_stuck` is
@@ -133,6 +134,7 @@ class StreamReader(Reader):
         "_takes_seen",
         "_untaken_since",
         "_write_timeout_s",
+        "cut_off",
         "keep_alive_due",
         "on_stuck",
         "stuck",
@@ -152,6 +154,7 @@ class StreamReader(Reader):
         write_timeout_s: float,
     ) -> None:
         super().__init__(model, timing, started_at)
+        self.cut_off = ""
         self.keep_alive_due = False
         self.stuck = False
         self.on_stuck: Callable[[], object] | None = None
@@ -193,7 +196,9 @@ class StreamReader(Reader):
             if end.text_length is None:
                 text = self._push(visible_ids(self._ending, end.finish_reason))
             else:
-                text = self._push(self._ending)[: max(0, end.text_length - self._shown_chars)]
+                ending = self._push(self._ending)
+                shown = max(0, end.text_length - self._shown_chars)
+                text, self.cut_off = ending[:shown], ending[shown:]
             if text:
                 self._position = self._ending_at
                 self._add(text)

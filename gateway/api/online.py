@@ -18,10 +18,11 @@ from gateway.owner import reply_partition
 from gateway.reader import Reader, StreamReader, WholeReader
 from gateway.serving import Serving
 from gateway.told_tokens import ToldTokens
-from schemas.api.answers import Finished, answer, output_text
+from schemas.api.answers import Finished, answer, output_text, stop_sequence
 from schemas.api.bodies import decode_body
 from schemas.api.errors import ApiError
 from schemas.api.logprobs import Shape, chat_logprobs, completion_logprobs
+from schemas.api.messages import MessagesBody, prepare_messages
 from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, Body, Prepared, prepare
 from schemas.headers import TRACEPARENT
 from schemas.priority import PriorityClass
@@ -42,13 +43,16 @@ MakeFrames = Callable[[OwnedRequest, Reader, Prepared], sse.Frames]
 async def serve(
     serving: Serving,
     exchange: Exchange,
-    kind: type[Body],
+    kind: type[Body] | type[MessagesBody],
     make_frames: MakeFrames,
 ) -> None:
     """Answers one request, streaming or whole. Raises ApiError for a refusal, ClientGoneError."""
 
     def parse(data: bytes) -> Prepared:
-        return prepare(decode_body(data, kind), serving.models)
+        body = decode_body(data, kind)
+        if isinstance(body, MessagesBody):
+            return prepare_messages(body, serving.models)
+        return prepare(body, serving.models)
 
     tenant, prepared = await read(serving, exchange, parse)
     request = _request(serving, exchange, tenant, prepared)
@@ -154,8 +158,14 @@ async def _whole(
         output_tokens=end.output_tokens,
         logprobs=_logprobs(reader, prepared, end),
         service_tier=prepared.service_tier,
+        stop_sequence=None if end.text_length is None else _stop_sequence(reader, prepared, end.text_length),
     )
     await exchange.respond(200, sse.to_json(answer(prepared.url, finished)))
+
+
+def _stop_sequence(reader: WholeReader, prepared: Prepared, text_length: int) -> str | None:
+    text = prepared.model.tokenizer.detokenizer().push(reader.token_ids)
+    return stop_sequence(text[text_length:], prepared.sampling.stop)
 
 
 def _logprobs(reader: Reader, prepared: Prepared, end: Completion) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL
+from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, MESSAGES_URL
 from schemas.tokenization import Tokenizer
 
 
@@ -12,8 +12,8 @@ from schemas.tokenization import Tokenizer
 class Finished:
     """A request that ended normally, as its fold says.
 
-    `logprobs` are in the form of the API (see logprobs.py), None where they were not asked for; so is
-    `service_tier`.
+    `stop_sequence` is the stop string that ended the output, None where none did or nobody asks. `logprobs`
+    are in the form of the API (see logprobs.py), None where they were not asked for; so is `service_tier`.
     """
 
     request_id: bytes
@@ -26,6 +26,7 @@ class Finished:
     output_tokens: int
     logprobs: dict[str, Any] | None = None
     service_tier: str | None = None
+    stop_sequence: str | None = None
 
 
 def visible_ids(token_ids: Sequence[int], finish_reason: str | None) -> Sequence[int]:
@@ -56,6 +57,11 @@ def num_shown(
     return len(token_ids)
 
 
+def stop_sequence(cut_off: str, stop: Sequence[str]) -> str | None:
+    """Which of the stop strings ended an output: `cut_off` is the text from where it was cut."""
+    return min((string for string in stop if cut_off.startswith(string)), key=len, default=None)
+
+
 def own_usage(input_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:
     return {"input_tokens": input_tokens, "cached_tokens": cached_tokens, "output_tokens": output_tokens}
 
@@ -80,12 +86,37 @@ def completion_id(request_id: bytes) -> str:
     return f"cmpl-{request_id.hex()}"
 
 
+def message_usage(input_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, int]:
+    """Anthropic's: the prompt's tokens are those read from the cache and the others."""
+    return {
+        "input_tokens": input_tokens - cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached_tokens,
+        "output_tokens": output_tokens,
+    }
+
+
+def message_stop(finish_reason: str, stop_sequence: str | None) -> dict[str, str | None]:
+    """Why a message ended, in Anthropic's words."""
+    if finish_reason == "length":
+        reason = "max_tokens"
+    else:
+        reason = "end_turn" if stop_sequence is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": stop_sequence}
+
+
+def message_id(request_id: bytes) -> str:
+    return f"msg_{request_id.hex()}"
+
+
 def answer(url: str, finished: Finished) -> dict[str, Any]:
     """The JSON object that `url` answers with when it does not stream."""
     if url == CHAT_COMPLETIONS_URL:
         return _chat_completion(finished)
     if url == COMPLETIONS_URL:
         return _completion(finished)
+    if url == MESSAGES_URL:
+        return _message(finished)
     return {
         "id": finished.request_id.hex(),
         "model": finished.model,
@@ -130,4 +161,16 @@ def _completion(finished: Finished) -> dict[str, Any]:
             }
         ],
         "usage": openai_usage(finished.input_tokens, finished.cached_tokens, finished.output_tokens),
+    }
+
+
+def _message(finished: Finished) -> dict[str, Any]:
+    return {
+        "id": message_id(finished.request_id),
+        "type": "message",
+        "role": "assistant",
+        "model": finished.model,
+        "content": [{"type": "text", "text": finished.text}],
+        **message_stop(finished.finish_reason, finished.stop_sequence),
+        "usage": message_usage(finished.input_tokens, finished.cached_tokens, finished.output_tokens),
     }

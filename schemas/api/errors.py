@@ -1,24 +1,26 @@
-"""Refusals: one exception, one table of kinds, OpenAI's shape."""
+"""Refusals: one exception, one table of kinds, the shapes of OpenAI and of Anthropic."""
 
 import json
 from dataclasses import dataclass
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "invalid_request_error",
-    422: "invalid_request_error",
-    429: "rate_limit_error",
-    499: "cancelled",
-    500: "server_error",
-    502: "server_error",
-    503: "overloaded_error",
-    504: "timeout_error",
+# Status: OpenAI's type, Anthropic's type.
+TYPES = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("not_found_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"),
+    408: ("timeout_error", "timeout_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    422: ("invalid_request_error", "invalid_request_error"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    499: ("cancelled", "api_error"),
+    500: ("server_error", "api_error"),
+    502: ("server_error", "api_error"),
+    503: ("overloaded_error", "overloaded_error"),
+    504: ("timeout_error", "timeout_error"),
 }
+_OTHER = ("server_error", "api_error")
 
 
 @dataclass(slots=True)
@@ -33,14 +35,26 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        return _TYPES.get(self.status, "server_error")
+        """OpenAI's."""
+        return TYPES.get(self.status, _OTHER)[0]
+
+    @property
+    def anthropic_type(self) -> str:
+        return TYPES.get(self.status, _OTHER)[1]
 
     def to_dict(self) -> dict[str, dict[str, str | None]]:
         """OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    def to_json(self) -> bytes:
-        return json.dumps(self.to_dict(), ensure_ascii=False, separators=(",", ":")).encode()
+    def to_anthropic(self, request_id: bytes) -> dict[str, object]:
+        """Anthropic's error object."""
+        error = {"type": self.anthropic_type, "message": self.message}
+        return {"type": "error", "error": error, "request_id": request_id.hex()}
+
+    def to_json(self, anthropic_id: bytes | None = None) -> bytes:
+        """OpenAI's object, or with the id of the request Anthropic's."""
+        shape = self.to_dict() if anthropic_id is None else self.to_anthropic(anthropic_id)
+        return json.dumps(shape, ensure_ascii=False, separators=(",", ":")).encode()
 
     def retry_after_s(self) -> int | None:
         """The Retry-After header: whole seconds, at least one; None where there is none to give."""

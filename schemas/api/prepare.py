@@ -28,6 +28,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 GENERATE_URL = "/v1/generate"
 CHAT_COMPLETIONS_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
+MESSAGES_URL = "/v1/messages"
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
 
 Body = GenerateBody | ChatCompletionBody | CompletionBody
@@ -84,11 +85,11 @@ def _generate(body: GenerateBody, model: LoadedModel) -> Prepared:
     sampling.min_p = body.min_p or 0.0
     sampling.min_tokens = _min_tokens(body.min_tokens, limit)
     sampling.repetition_penalty = body.repetition_penalty or 1.0
-    return Prepared(GENERATE_URL, model, ids, len(ids), sampling, _priority(body), body.stream)
+    return Prepared(GENERATE_URL, model, ids, len(ids), sampling, priority_class(body.priority), body.stream)
 
 
 def _chat(body: ChatCompletionBody, model: LoadedModel) -> Prepared:
-    _check_supported(body.unsupported())
+    check_supported(body.unsupported())
     include_usage, continuous_usage = _usage_options(body.stream_options)
     ids = chat_ids(body.messages, model)
     limit = output_limit(
@@ -110,7 +111,7 @@ def _chat(body: ChatCompletionBody, model: LoadedModel) -> Prepared:
         ids,
         len(ids),
         sampling,
-        _priority(body),
+        priority_class(body.priority),
         bool(body.stream),
         include_usage,
         continuous_usage,
@@ -120,7 +121,7 @@ def _chat(body: ChatCompletionBody, model: LoadedModel) -> Prepared:
 
 
 def _completion(body: CompletionBody, model: LoadedModel) -> Prepared:
-    _check_supported(body.unsupported())
+    check_supported(body.unsupported())
     include_usage, continuous_usage = _usage_options(body.stream_options)
     ids = completion_ids(body.prompt, model)
     context = model.spec.max_model_len
@@ -135,14 +136,15 @@ def _completion(body: CompletionBody, model: LoadedModel) -> Prepared:
         ids,
         len(ids),
         sampling,
-        _priority(body),
+        priority_class(body.priority),
         bool(body.stream),
         include_usage,
         continuous_usage,
     )
 
 
-def _check_supported(field: str | None) -> None:
+def check_supported(field: str | None) -> None:
+    """Raises ApiError that names `field`, which asks for what is not served; None asks for nothing."""
     if field is not None:
         raise ApiError(400, "unsupported_field", f"{field}: this is not supported", field)
 
@@ -198,10 +200,11 @@ def stop_strings(wanted: str | list[str] | None, field: str) -> list[str]:
     return strings
 
 
-def _priority(body: Body) -> PriorityClass | None:
-    if body.priority is None:
+def priority_class(wanted: str | None) -> PriorityClass | None:
+    """Raises ApiError that names `priority`."""
+    if wanted is None:
         return None
     try:
-        return PriorityClass.parse(body.priority)
+        return PriorityClass.parse(wanted)
     except ValueError as e:
         raise bad_field("priority", str(e)) from None

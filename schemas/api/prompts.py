@@ -1,6 +1,7 @@
 """From what a body asks with to prompt ids, and how much output fits behind them."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from schemas.api.bodies import Message
 from schemas.api.errors import ApiError, bad_field
@@ -44,11 +45,16 @@ def completion_ids(prompt: str | list[str | int | list[int]], model: LoadedModel
 
 def chat_ids(messages: Sequence[Message], model: LoadedModel) -> list[int]:
     """The prompt that is a conversation. Raises ApiError that names the message."""
-    if model.chat_template is None:
-        raise bad_field("messages", f"model {model.spec.id} has no chat template; use prompt")
     inputs = [message.as_template_input() for message in messages]
     for i, message in enumerate(inputs):
         check_unicode(message["content"], f"messages[{i}].content")
+    return template_ids(inputs, model)
+
+
+def template_ids(inputs: Sequence[Mapping[str, Any]], model: LoadedModel) -> list[int]:
+    """The prompt of messages as a chat template takes them. Raises ApiError that names `messages`."""
+    if model.chat_template is None:
+        raise bad_field("messages", f"model {model.spec.id} has no chat template; use prompt")
     try:
         return model.chat_template.encode(inputs)
     except ChatTemplateError as e:

@@ -1,0 +1,36 @@
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's API has them."""
+
+from gateway import sse
+from gateway.api.online import serve
+from gateway.api.reading import read
+from gateway.exchange import Exchange
+from gateway.owned_request import OwnedRequest
+from gateway.reader import Reader, StreamReader
+from gateway.serving import Serving
+from gateway.sse_anthropic import MessageFrames
+from schemas.api import messages as forms
+from schemas.api.answers import stop_sequence
+from schemas.api.bodies import decode_body
+from schemas.api.prepare import Prepared
+from schemas.records import Completion
+
+
+async def messages(serving: Serving, exchange: Exchange) -> None:
+    await serve(serving, exchange, forms.MessagesBody, _frames)
+
+
+async def count_tokens(serving: Serving, exchange: Exchange) -> None:
+    def parse(data: bytes) -> bytes:
+        return sse.to_json(forms.count_tokens(decode_body(data, forms.CountTokensBody), serving.models))
+
+    _, answer = await read(serving, exchange, parse)
+    await exchange.respond(200, answer)
+
+
+def _frames(owned: OwnedRequest, reader: Reader, prepared: Prepared) -> sse.Frames:
+    assert isinstance(reader, StreamReader)
+
+    def stopped_by(completion: Completion) -> str | None:
+        return stop_sequence(reader.cut_off, prepared.sampling.stop)
+
+    return MessageFrames(owned.request.request_id, reader.model, prepared.num_prompt_tokens, stopped_by)
