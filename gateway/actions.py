@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schemas.records import Cancellation, Failed, Usage
+from schemas.records import Attach, Cancellation, Detach, Failed, Usage
 
 if TYPE_CHECKING:
     from gateway.owned_request import OwnedRequest
@@ -25,6 +25,14 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class Announce:
+    """Append a reader's word to a reply partition, for the owner, wherever it is."""
+
+    record: Attach | Detach | Cancellation
+    reply_partition: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """To inference.cancellations; `behind_request` also to inference.requests, for admission's queue."""
 
@@ -41,4 +49,4 @@ class Bill:
     partition: int
 
 
-Action = SendRequest | Reply | Cancel | Bill
+Action = SendRequest | Reply | Announce | Cancel | Bill

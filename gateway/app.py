@@ -46,6 +46,7 @@ def make_app(serving: Serving) -> ErrorBoundary:
         ("POST", TOKENIZE_URL, tokenize.tokenize),
         ("POST", DETOKENIZE_URL, tokenize.detokenize),
         ("GET", "/v1/streams/{id}", streams.read_stream),
+        ("DELETE", "/v1/streams/{id}", streams.cancel_stream),
         ("GET", "/v1/models", models.list_models),
         ("GET", "/v1/models/{model:path}", models.get_model),
         ("GET", "/health/live", health.live),

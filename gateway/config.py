@@ -17,6 +17,7 @@ _POSITIVE = (
     "cancel_timeout_ms",
     "drain_s",
     "inline_body_bytes",
+    "max_detach_s",
     "max_scans",
 )
 
@@ -42,6 +43,7 @@ class GatewayConfig(CommonConfig):
     drain_s: float = setting(30.0, doc="Seconds that running streams have to finish on SIGTERM.")
     inline_body_bytes: int = setting(2_000, doc="Bodies up to this size are tokenized in the event loop.")
 
+    max_detach_s: float = setting(600.0, doc="Most seconds of X-Headrace-Detach.")
     max_scans: int = setting(8, doc="Readings of the log at a time, for streams that clients come back to.")
     # A field of its own: what prints a config does not print it.
     stream_secret: str = field(

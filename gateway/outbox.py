@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
-from gateway.actions import Action, Bill, Cancel, Reply, SendRequest
+from gateway.actions import Action, Announce, Bill, Cancel, Reply, SendRequest
 from gateway.owned_request import OwnedRequest
 from schemas import topics
 from schemas.codec import encode
@@ -128,6 +128,8 @@ class Outbox:
                     _Record(topics.TOKENS, partition, encode(record), reply_headers(to)),
                     action,
                 )
+            case Announce(word, partition):
+                await self._append(self.requests, _Record(topics.TOKENS, partition, encode(word), []), action)
             case Cancel(cancellation, partition, behind_request):
                 value = encode(cancellation)
                 await self._append(self.requests, _Record(topics.CANCELLATIONS, partition, value, []), action)

@@ -15,7 +15,8 @@ class OwnedRequest:
     `offset` is where the newest record of the request lies, None while that is not acked. `*_clock` are
     milliseconds of the log's clock: `read_clock` when admission's read offset was first seen above
     `offset`, `sign_clock` when the last sign of the run (of broker time `sign_at`) was seen. `reader` is
-    the client, None when nobody waits any more; `cancelled` says why the work was stopped. `failing`: a
+    the client, None when nobody waits any more; `cancelled` says why the work was stopped. `detach_ms`: how
+    long it goes on when nobody reads, `unread_clock`: since when nobody does. `failing`: a
     Failed is on its way to the log.
     """
 
@@ -31,6 +32,8 @@ class OwnedRequest:
     sign_clock: int | None = None
     cancelled: str | None = None
     cancelled_clock: int = 0
+    detach_ms: int = 0
+    unread_clock: int | None = None
     failing: bool = False
     stray_cancels: dict[Run, int] = field(default_factory=dict)
 

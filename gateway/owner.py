@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from gateway.actions import Action, Reply, SendRequest
+from gateway.attendance import abandoned
+from gateway.ends import error_of
 from gateway.owned_request import OwnedRequest
 from gateway.reader import Reader
 from schemas import topics
@@ -16,6 +18,7 @@ from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
 from schemas.priority import PriorityClass
 from schemas.records import (
+    Cancellation,
     Claim,
     Completion,
     Dispatched,
@@ -32,8 +35,6 @@ NO_ANSWER_MS = 1_000
 MAX_RESENDS = 3
 _ENDED_KEPT_MS = 60_000
 _STRAY_CANCEL_MS = 1_000
-
-_STATUS_OF_FAILURE = {"no_answer": 503, "engine_error": 500}
 
 
 def reply_partition(gateway_slot: int, priority: int) -> int:
@@ -96,6 +97,24 @@ class Owner:
     def abandon(self, owned: OwnedRequest, reason: str) -> list[Action]:
         """The client is gone, or was given up: stop the work. The state stays until the log says the end."""
         owned.reader = None
+        return self.cancel(owned, reason)
+
+    def leave(self, owned: OwnedRequest, reason: str) -> list[Action]:
+        """The client is gone. The request goes on while others read it, and for its detach time."""
+        if owned.detach_ms == 0 and not owned.state.readers:
+            return self.abandon(owned, reason)
+        owned.reader = None
+        return []
+
+    def on_cancellation(self, record: Cancellation) -> list[Action]:
+        """In a reply partition: a client asked another gateway for the end."""
+        owned = self.open.get(record.request_id)
+        if owned is None or owned.request.tenant != record.tenant:
+            return []
+        return self.cancel(owned, record.reason)
+
+    def cancel(self, owned: OwnedRequest, reason: str) -> list[Action]:
+        """Stops the work. Who reads is told when the log says the end."""
         if owned.cancelled is not None or owned.request.request_id not in self.open:
             return []
         owned.cancelled, owned.cancelled_clock = reason, self._clock
@@ -127,7 +146,7 @@ class Owner:
                 if not reader.on_tokens(new, len(token_ids), chunk.finish_reason, now):
                     slow = ApiError(408, "slow_reader", "the client reads too slowly; the stream was ended")
                     reader.on_end(slow)
-                    actions += self.abandon(owned, "slow_reader")
+                    actions += self.leave(owned, "slow_reader")
             elif effect is not Effect.ALIVE and effect is not Effect.IGNORED:
                 self._on_effect(owned, effect, run, timestamp_ms, actions)
         return actions
@@ -180,6 +199,8 @@ class Owner:
                 message = f"not finished within {request.end_ms / 1000:g} s"
                 owned.reader.on_end(ApiError(504, "deadline_exceeded", message))
             return self.abandon(owned, "deadline_exceeded")
+        elif abandoned(owned, view, self._clock):
+            return self.abandon(owned, "disconnected")
         if run is not None:
             return self._check_run(owned, run, view)
         status = admission.get(owned.partition)
@@ -243,15 +264,13 @@ class Owner:
                         owned.sealed_usage("cancelled" if end.status == 499 else "error", timestamp_ms)
                     )
                 if owned.reader is not None:
-                    status = 503 if end.status == 499 else end.status
-                    owned.reader.on_end(ApiError(status, end.code, end.message, None, end.retry_after_ms))
+                    owned.reader.on_end(error_of(end))
             case Failed():
                 actions.append(
                     owned.sealed_usage("cancelled" if end.code == "cancelled" else "error", timestamp_ms)
                 )
                 if owned.reader is not None:
-                    status = _STATUS_OF_FAILURE.get(end.code, 502)
-                    owned.reader.on_end(ApiError(status, end.code, end.message))
+                    owned.reader.on_end(error_of(end))
         self._forget(owned)
 
     def _forget(self, owned: OwnedRequest) -> None:

@@ -26,7 +26,7 @@ from schemas.catalog import Catalog
 from schemas.codec import default_codec, encode
 from schemas.fleet import HEARTBEAT_INTERVAL_S, join, publish_schemas
 from schemas.models import load_models
-from schemas.records import Heartbeat, Left, Tokens
+from schemas.records import Cancellation, Heartbeat, Left, Tokens
 from schemas.stream_state import ReplyRecord
 
 log = logging.getLogger(__name__)
@@ -183,8 +183,12 @@ class Gateway:
         if actions:
             self.serving.outbox.put(actions)
 
-    def _on_record(self, record: ReplyRecord, timestamp_ms: int) -> None:
-        self.serving.outbox.put(self.serving.owner.on_record(record, timestamp_ms))
+    def _on_record(self, record: ReplyRecord | Cancellation, timestamp_ms: int) -> None:
+        owner = self.serving.owner
+        if isinstance(record, Cancellation):
+            self.serving.outbox.put(owner.on_cancellation(record))
+        else:
+            self.serving.outbox.put(owner.on_record(record, timestamp_ms))
 
     def _on_sent(self, owned: OwnedRequest, offset: int) -> None:
         self.serving.owner.on_sent(owned, offset)

@@ -21,6 +21,7 @@ from schemas.records import Completion, InferenceRequest, Tenant
 
 log = logging.getLogger(__name__)
 
+DISCONNECTED = "disconnected"
 # A broker that restarts is back within this; requests queued meanwhile are answered then.
 _DEAF_S = 5.0
 
@@ -108,14 +109,16 @@ class Serving:
         self.metrics.running_streams.inc()
 
     def finished(self, owned: OwnedRequest, reader: Reader, reason: str, elapsed_s: float) -> None:
-        """The handler is done with its client. What still runs is cancelled for `reason`."""
+        """The handler is done with its client. What still runs is cancelled for `reason`, unless that is
+        DISCONNECTED and others read it or it has time to wait for its client."""
         request = owned.request
         self.readers.pop(request.request_id, None)
         self._one_finished.set()
         self.metrics.running_streams.dec()
         end = reader.end
         if end is None:
-            self.outbox.put(self.owner.abandon(owned, reason))
+            stop = self.owner.leave if reason == DISCONNECTED else self.owner.abandon
+            self.outbox.put(stop(owned, reason))
             code = reason
         else:
             code = end.finish_reason if isinstance(end, Completion) else end.code
@@ -145,8 +148,7 @@ class Serving:
     def end_all(self, error: ApiError, reason: str) -> None:
         """Ends what still runs, with an error for its client."""
         self.scans.end_all(error)
-        for request_id, reader in list(self.readers.items()):
+        for reader in list(self.readers.values()):
             reader.on_end(error)
-            owned = self.owner.open.get(request_id)
-            if owned is not None:
-                self.outbox.put(self.owner.abandon(owned, reason))
+        for owned in list(self.owner.open.values()):
+            self.outbox.put(self.owner.abandon(owned, reason))

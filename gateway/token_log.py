@@ -21,6 +21,7 @@ from schemas.fleet import CONSUMER_SETTINGS, FleetView
 from schemas.records import (
     Admitted,
     Attach,
+    Cancellation,
     Claim,
     Completion,
     Detach,
@@ -48,10 +49,21 @@ _SCHEMAS = TopicPartition(topics.SCHEMAS, 0)
 _TENANTS = TopicPartition(topics.TENANTS, 0)
 _EVENTS = TopicPartition(topics.EVENTS, 0)
 _HEARTBEATS = TopicPartition(topics.HEARTBEATS, 0)
-_REPLY_RECORDS = (Admitted, Dispatched, Completion, Rejected, Retry, Failed, Claim, Attach, Detach)
+_REPLY_RECORDS = (
+    Admitted,
+    Dispatched,
+    Completion,
+    Rejected,
+    Retry,
+    Failed,
+    Claim,
+    Attach,
+    Detach,
+    Cancellation,
+)
 
 OnTokens = Callable[[Tokens, int, float], None]
-OnRecord = Callable[[ReplyRecord, int], None]
+OnRecord = Callable[[ReplyRecord | Cancellation, int], None]
 
 
 class LogTruncatedError(RuntimeError):

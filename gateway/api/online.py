@@ -11,12 +11,13 @@ from aiokafka.errors import KafkaError
 
 from gateway import sse
 from gateway.api.reading import read
+from gateway.attendance import detach_ms
 from gateway.event_stream import watch, write_events
 from gateway.exchange import ClientGoneError, Exchange
 from gateway.owned_request import OwnedRequest
 from gateway.owner import reply_partition
 from gateway.reader import Reader, StreamReader, WholeReader
-from gateway.serving import Serving
+from gateway.serving import DISCONNECTED, Serving
 from gateway.told_tokens import ToldTokens
 from schemas.api.answers import Finished, answer, output_text, stop_sequence
 from schemas.api.bodies import decode_body
@@ -62,10 +63,12 @@ async def serve(
     traceparent = exchange.headers.get(TRACEPARENT.encode(), b"")
     trace = traceparent.decode() if _TRACEPARENT.fullmatch(traceparent) else None
     exchange.extra_headers.append((STREAM_HEADER, serving.public_id(request).encode()))
+    detach = detach_ms(exchange.headers, serving.config.max_detach_s)
     owned = serving.owner.accept(request, reader, trace)
+    owned.detach_ms = detach
     serving.accepted(owned, reader)
     gone = asyncio.create_task(watch(exchange, reader))
-    reason = "disconnected"
+    reason = DISCONNECTED
     try:
         await _send(serving, owned)
         if isinstance(reader, StreamReader):

@@ -6,25 +6,28 @@ import time
 from urllib.parse import parse_qs
 
 from gateway import sse
+from gateway.actions import Announce, Cancel
+from gateway.attendance import detach_ms
 from gateway.event_stream import watch, write_events
 from gateway.exchange import Exchange
 from gateway.public_id import NotAnIdError, PublicId, hash_model
 from gateway.replay import Replay, ReplayReader
 from gateway.serving import Serving
+from schemas import topics
 from schemas.api.errors import ApiError, bad_field
 from schemas.models import LoadedModel
-from schemas.records import Tenant
+from schemas.records import Attach, Cancellation, Detach, Tenant
 
 _LAST_EVENT_ID = b"last-event-id"
 _STARTING_AFTER = "starting_after"
 _POSITION = re.compile(r"-1|[0-9]{1,18}")
+_ALL_ATTEMPTS = 2**31 - 1
 
 
 async def read_stream(serving: Serving, exchange: Exchange) -> None:
     """Server-sent events in the form of /v1/generate, whatever the stream was asked for as."""
-    serving.check_open()
-    tenant = await serving.authenticate(exchange.headers)
-    public_id = _public_id(serving, exchange, tenant)
+    tenant, public_id = await _stream(serving, exchange)
+    detach = detach_ms(exchange.headers, serving.config.max_detach_s)
     reader = ReplayReader(
         serving.config,
         _model(serving, public_id),
@@ -33,18 +36,44 @@ async def read_stream(serving: Serving, exchange: Exchange) -> None:
         time.monotonic(),
     )
     replay = Replay(public_id.request_id, tenant.name, reader)
-    serving.scans.follow(public_id.reply_partition, public_id.first_offset, replay)
+    partition, owner = public_id.reply_partition, serving.owner
+    serving.scans.follow(partition, public_id.first_offset, replay)
+    serving.outbox.put([Announce(Attach(public_id.request_id, owner.slot, owner.epoch), partition)])
     gone = asyncio.create_task(watch(exchange, reader))
     try:
         await write_events(exchange, reader, sse.GenerateFrames)
     finally:
         gone.cancel()
         serving.scans.leave(replay)
+        word = Detach(public_id.request_id, owner.slot, owner.epoch, detach)
+        serving.outbox.put([Announce(word, partition)])
 
 
-def _public_id(serving: Serving, exchange: Exchange, tenant: Tenant) -> PublicId:
+async def cancel_stream(serving: Serving, exchange: Exchange) -> None:
+    """Asks for the end; what was generated so far can still be read. No error if it has ended."""
+    tenant, public_id = await _stream(serving, exchange)
+    request_id = public_id.request_id
+    word = Cancellation(request_id, _ALL_ATTEMPTS, tenant.name, "cancelled")
+    # 1. The owner, wherever it is, knows that the end was asked for before it sees it: it sends no retry.
+    serving.outbox.put([Announce(word, public_id.reply_partition)])
+    owned = serving.owner.open.get(request_id)
+    if owned is not None:
+        serving.outbox.put(serving.owner.cancel(owned, word.reason))
+    else:
+        # 2. Whatever becomes of its owner, the work stops.
+        shards = serving.config.shards
+        partition = topics.tenant_partition(tenant.name, public_id.priority, shards)
+        serving.outbox.put([Cancel(word, partition, behind_request=True)])
+    answer = {"id": exchange.scope["path_params"]["id"], "object": "stream", "status": "cancelling"}
+    await exchange.respond(202, sse.to_json(answer))
+
+
+async def _stream(serving: Serving, exchange: Exchange) -> tuple[Tenant, PublicId]:
+    """Who calls, and the stream in the path. Raises ApiError, 404 for one that is not the caller's."""
+    serving.check_open()
+    tenant = await serving.authenticate(exchange.headers)
     try:
-        return serving.public_ids.decode(tenant.name, exchange.scope["path_params"]["id"])
+        return tenant, serving.public_ids.decode(tenant.name, exchange.scope["path_params"]["id"])
     except NotAnIdError:
         raise ApiError(404, "stream_not_found", "there is no such stream") from None
 

@@ -1,0 +1,35 @@
+"""Whether anybody still waits for a request, and how long it goes on with nobody (architecture §4). Pure."""
+
+import re
+from collections.abc import Mapping
+
+from gateway.owned_request import OwnedRequest
+from schemas.api.errors import bad_field
+from schemas.fleet import FleetView
+
+_HEADER = b"x-headrace-detach"
+_SECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,3})?")
+
+
+def detach_ms(headers: Mapping[bytes, bytes], most_s: float) -> int:
+    """How long the request shall go on with no reader. Raises ApiError 400; 0 without the header."""
+    text = headers.get(_HEADER)
+    if text is None:
+        return 0
+    if not _SECONDS.fullmatch(text) or float(text) > most_s:
+        raise bad_field("X-Headrace-Detach", f"seconds from 0 to {most_s:g}, not {text[:40]!r}")
+    return int(float(text) * 1000)
+
+
+def abandoned(owned: OwnedRequest, view: FleetView, clock_ms: int) -> bool:
+    """Nobody has read for as long as the request may go on so. `clock_ms`: the log's clock, now.
+
+    Readers are counted by their gateways' Attach and Detach; those of a gateway that is gone do not count.
+    """
+    state = owned.state
+    if owned.reader is not None or any(view.gone("gateway", *reader) is None for reader in state.readers):
+        owned.unread_clock = None
+        return False
+    if owned.unread_clock is None:
+        owned.unread_clock = clock_ms
+    return clock_ms - owned.unread_clock >= max(owned.detach_ms, state.detach_ms)
