@@ -256,3 +256,99 @@ async def test_readings_are_bounded(api: Api) -> None:
         task.cancel()
     await asyncio.gather(*held, return_exceptions=True)
     await until(lambda: len(scans) == 0)
+
+
+async def read_some(api: Api, up_to: int, **headers: str) -> tuple[str, str]:
+    """Opens a stream, reads up to the event with that id, and goes. (id of the stream, its text)."""
+    async with api.owner.stream(
+        "POST", "/v1/generate", json=BODY, headers={**HEADERS, **headers}
+    ) as response:
+        assert response.status_code == 200
+        seen = ""
+        async for line in response.aiter_lines():
+            seen += line + "\n"
+            if line == "" and f"id: {up_to}\n" in seen:
+                return response.headers["x-headrace-stream"], parse(seen)[0]
+    raise AssertionError(f"the stream ended before {up_to}: {seen}")
+
+
+async def test_a_client_that_left_for_a_while_gets_the_rest_elsewhere(api: Api) -> None:
+    worker = Worker()
+    api.driver.script = worker
+    worker.allow(9)
+    stream, seen = await read_some(api, 8, **{"x-headrace-detach": "2"})
+    owner = api.gateways[0].serving.owner
+    (owned,) = owner.open.values()
+    await until(lambda: owned.reader is None)
+    back = asyncio.create_task(api.read(stream, 8))
+    await until(lambda: bool(owned.state.readers))  # its Attach is in the log
+    assert list(owned.state.readers) == [(1, api.gateways[1].serving.owner.epoch)]
+    worker.allow(len(TOKENS))
+    answer = await asyncio.wait_for(back, 20)
+    assert seen + parse(answer.text)[0] == TEXT
+    await api.driver.caught_up()
+    assert api.driver.cancellations.empty()
+
+
+async def test_a_client_that_does_not_come_back_in_time_is_cancelled(api: Api) -> None:
+    async def held(driver: FleetDriver, request: InferenceRequest) -> None:
+        await driver.dispatch(request)
+        await driver.tokens(request, 0, [97])
+        await driver.next_cancellation()
+        await driver.complete(request, 1, "cancelled")
+
+    api.driver.script = held
+    loop = asyncio.get_running_loop()
+    await read_some(api, 0, **{"x-headrace-detach": "0.5"})
+    left_at = loop.time()
+    await until(lambda: not api.gateways[0].serving.owner.open)
+    assert 0.4 < loop.time() - left_at < 2.0
+
+
+async def test_the_last_reader_elsewhere_that_leaves_ends_it(api: Api) -> None:
+    async def held(driver: FleetDriver, request: InferenceRequest) -> None:
+        await driver.dispatch(request)
+        await driver.tokens(request, 0, [97])
+        await driver.next_cancellation()
+        await driver.complete(request, 1, "cancelled")
+
+    api.driver.script = held
+    stream, _ = await read_some(api, 0, **{"x-headrace-detach": "1"})
+    (owned,) = api.gateways[0].serving.owner.open.values()
+    async with api.other.stream("GET", f"/v1/streams/{stream}", headers=HEADERS) as response:
+        assert response.status_code == 200
+        await until(lambda: bool(owned.state.readers))
+        await asyncio.sleep(1.2)  # longer than the detach time
+        assert owned.cancelled is None
+    await until(lambda: not owned.state.readers)
+    await until(lambda: owned.cancelled == "disconnected")
+    await until(lambda: owned.state.ended)
+
+
+@pytest.mark.parametrize("at_owner", [True, False])
+async def test_delete_ends_a_stream_for_all_that_read_it(api: Api, at_owner: bool) -> None:
+    async def held(driver: FleetDriver, request: InferenceRequest) -> None:
+        await driver.dispatch(request)
+        await driver.tokens(request, 0, [97, 98])
+        cancellation = await driver.next_cancellation()
+        assert cancellation.request_id == request.request_id
+        await driver.complete(request, 2, "cancelled")
+
+    api.driver.script = held
+    async with api.owner.stream("POST", "/v1/generate", json=BODY, headers=HEADERS) as response:
+        stream = response.headers["x-headrace-stream"]
+        back = asyncio.create_task(api.read(stream))
+        (owned,) = api.gateways[0].serving.owner.open.values()
+        await until(lambda: bool(owned.state.readers))
+        client = api.owner if at_owner else api.other
+        others = {"authorization": f"Bearer {OTHER_KEY}"}
+        assert (await client.delete(f"/v1/streams/{stream}", headers=others)).status_code == 404
+        answer = await client.delete(f"/v1/streams/{stream}", headers=HEADERS)
+        assert answer.status_code == 202
+        assert answer.json() == {"id": stream, "object": "stream", "status": "cancelling"}
+        body = "".join([line + "\n" async for line in response.aiter_lines()])
+    for text in (body, (await asyncio.wait_for(back, 5)).text):
+        assert parse(text)[0] == "ab"
+        assert '"stop_reason":"cancelled"' in text
+    assert owned.cancelled == "cancelled"
+    assert owned.state.attempt == 1  # no retry of what was not wanted

@@ -1,0 +1,150 @@
+"""A request whose client left: who keeps it running, and for how long."""
+
+import pytest
+
+from gateway.actions import Action, Cancel
+from gateway.attendance import detach_ms
+from gateway.metrics import Timing
+from gateway.owned_request import OwnedRequest
+from gateway.owner import Owner
+from gateway.reader import WholeReader
+from schemas.api.errors import ApiError
+from schemas.fleet import FleetView
+from schemas.records import Attach, Cancellation, Completion, Detach, Heartbeat, Left
+from tests.gateway_factories import EPOCH, SLOT, WORKER_EPOCH, inference_request
+
+RID = bytes(range(16))
+OTHER = (2, 90)  # slot and epoch of another gateway
+
+
+class Desk:
+    """An owner with one request, whose client asked for `detach_ms`."""
+
+    def __init__(self, detach_ms: int = 0) -> None:
+        self.owner = Owner(SLOT, EPOCH, shards=4, cancel_timeout_ms=30_000)
+        self.view = FleetView()
+        self.view.watch_as("gateway", SLOT, EPOCH)
+        self.reader = WholeReader("simulated", Timing(), 0.0)
+        self.owned: OwnedRequest = self.owner.accept(inference_request(RID), self.reader)
+        self.owned.detach_ms = detach_ms
+        self.time = 1_000_000
+        self.silent: set[int] = set()
+
+    def pass_ms(self, duration: int) -> list[Action]:
+        actions: list[Action] = []
+        for _ in range(duration // 100):
+            self.time += 100
+            for slot, epoch in ((SLOT, EPOCH), OTHER):
+                if slot not in self.silent:
+                    self.view.on_heartbeat(Heartbeat("gateway", slot, epoch, b""), self.time)
+            actions += self.owner.tick(self.view, 2_000, 0.0)
+        return actions
+
+    def attach(self) -> list[Action]:
+        return self.owner.on_record(Attach(RID, *OTHER), self.time)
+
+    def detach(self, ms: int = 0) -> list[Action]:
+        return self.owner.on_record(Detach(RID, *OTHER, ms), self.time)
+
+    def leave(self) -> list[Action]:
+        return self.owner.leave(self.owned, "disconnected")
+
+
+def reasons(actions: list[Action]) -> list[str]:
+    assert all(isinstance(action, Cancel) for action in actions)
+    return [action.record.reason for action in actions if isinstance(action, Cancel)]
+
+
+def test_a_client_that_leaves_without_detach_cancels_at_once() -> None:
+    assert reasons(Desk().leave()) == ["disconnected"]
+
+
+def test_a_request_goes_on_for_its_detach_time() -> None:
+    desk = Desk(detach_ms=1_000)
+    desk.pass_ms(5_000)  # the client still waits
+    assert desk.leave() == []
+    assert desk.pass_ms(1_000) == []
+    assert reasons(desk.pass_ms(200)) == ["disconnected"]
+    assert desk.pass_ms(1_000) == []
+
+
+def test_an_attach_within_the_detach_time_keeps_it() -> None:
+    desk = Desk(detach_ms=1_000)
+    desk.leave()
+    desk.pass_ms(900)
+    desk.attach()
+    assert desk.pass_ms(10_000) == []
+    desk.detach()
+    assert desk.pass_ms(1_000) == []  # the time begins anew
+    assert reasons(desk.pass_ms(200)) == ["disconnected"]
+
+
+def test_a_reader_elsewhere_keeps_it_without_detach_time() -> None:
+    desk = Desk()
+    desk.attach()
+    desk.attach()
+    assert desk.leave() == []
+    desk.detach()
+    assert desk.pass_ms(5_000) == []
+    desk.detach()
+    assert reasons(desk.pass_ms(100)) == ["disconnected"]
+
+
+def test_a_reader_may_ask_for_more_time() -> None:
+    desk = Desk()
+    desk.attach()
+    desk.leave()
+    desk.detach(2_000)
+    assert desk.pass_ms(2_000) == []
+    assert reasons(desk.pass_ms(200)) == ["disconnected"]
+
+
+@pytest.mark.parametrize("by_word", [True, False])
+def test_readers_of_a_gateway_that_is_gone_do_not_count(by_word: bool) -> None:
+    desk = Desk()
+    desk.pass_ms(500)
+    desk.attach()
+    desk.leave()
+    assert desk.pass_ms(3_000) == []
+    if by_word:
+        desk.view.on_event(Left("gateway", *OTHER, "stopped"), 0)
+        assert reasons(desk.pass_ms(100)) == ["disconnected"]
+    else:
+        desk.silent.add(OTHER[0])
+        assert desk.pass_ms(800) == []
+        assert reasons(desk.pass_ms(400)) == ["disconnected"]
+
+
+def test_a_request_that_ended_meanwhile_is_not_cancelled() -> None:
+    desk = Desk(detach_ms=1_000)
+    desk.leave()
+    desk.owner.on_record(Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 0, "length"), desk.time)
+    assert desk.pass_ms(3_000) == []
+    assert desk.owner.open == {}
+
+
+def test_a_cancellation_at_another_gateway_is_the_owners_own() -> None:
+    desk = Desk(detach_ms=60_000)
+    assert desk.owner.on_cancellation(Cancellation(RID, 9, "another", "cancelled")) == []
+    assert desk.owner.on_cancellation(Cancellation(bytes(16), 9, "acme", "cancelled")) == []
+    assert reasons(desk.owner.on_cancellation(Cancellation(RID, 9, "acme", "cancelled"))) == ["cancelled"]
+    assert desk.owner.on_cancellation(Cancellation(RID, 9, "acme", "cancelled")) == []
+    # Its client is told when the log says the end, and nothing is tried again.
+    assert desk.reader.end is None
+    end = Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 0, "cancelled")
+    assert desk.owner.on_record(end, desk.time) == []
+    assert desk.reader.end is end
+
+
+@pytest.mark.parametrize(
+    ("text", "ms"), [(None, 0), (b"0", 0), (b"30", 30_000), (b"0.25", 250), (b"600", 600_000)]
+)
+def test_the_header(text: bytes | None, ms: int) -> None:
+    assert detach_ms({} if text is None else {b"x-headrace-detach": text}, 600.0) == ms
+
+
+@pytest.mark.parametrize("text", [b"", b"-1", b"600.1", b"1e3", b"inf", b"10 s", b"9" * 400, b"\xff"])
+def test_a_header_that_is_no_such_duration(text: bytes) -> None:
+    with pytest.raises(ApiError) as error:
+        detach_ms({b"x-headrace-detach": text}, 600.0)
+    assert (error.value.status, error.value.param) == (400, "X-Headrace-Detach")
