@@ -11,6 +11,8 @@ TYPES = {
     404: ("not_found_error", "not_found_error"),
     405: ("invalid_request_error", "invalid_request_error"),
     408: ("timeout_error", "timeout_error"),
+    409: ("invalid_request_error", "invalid_request_error"),
+    410: ("not_found_error", "not_found_error"),
     413: ("invalid_request_error", "request_too_large"),
     422: ("invalid_request_error", "invalid_request_error"),
     429: ("rate_limit_error", "rate_limit_error"),

@@ -1,0 +1,78 @@
+"""Every refusal there is: what a client may be told instead of an answer, and when.
+
+The types that OpenAI's and Anthropic's clients are told follow from the status (errors.py).
+"""
+
+from typing import NamedTuple
+
+from schemas.api.errors import ApiError
+
+
+class RefusalKind(NamedTuple):
+    """`code` is stable, for programs. The official clients try 408, 409, 429 and 5xx again by themselves."""
+
+    status: int
+    code: str
+    when: str
+
+    @property
+    def openai_type(self) -> str:
+        return ApiError(self.status, self.code, "").type
+
+    @property
+    def anthropic_type(self) -> str:
+        return ApiError(self.status, self.code, "").anthropic_type
+
+
+REFUSALS = (
+    RefusalKind(400, "invalid_json", "the body is no JSON"),
+    RefusalKind(400, "invalid_avro", "a batch record is no BatchRequest"),
+    RefusalKind(400, "invalid_value", "a field has a value that does not fit"),
+    RefusalKind(400, "missing_field", "a field that is required is not there"),
+    RefusalKind(400, "unknown_field", "a field that no part of the API has, or that is not served"),
+    RefusalKind(400, "unsupported_field", "a field asks for what is not served"),
+    RefusalKind(400, "context_length_exceeded", "prompt and output do not fit the model's context"),
+    RefusalKind(
+        400, "tokens_per_minute_exceeded", "the request is larger than the tenant's limit ever allows"
+    ),
+    RefusalKind(400, "invalid_request", "admission finds values that no gateway lets through"),
+    RefusalKind(400, "undecodable_record", "a record of inference.requests cannot be read"),
+    RefusalKind(401, "missing_api_key", "no key was given"),
+    RefusalKind(401, "invalid_api_key", "the key is not known"),
+    RefusalKind(403, "tenant_disabled", "the key's tenant is disabled"),
+    RefusalKind(403, "unknown_tenant", "the tenant was deleted meanwhile"),
+    RefusalKind(403, "class_not_allowed", "the class is above the tenant's tier, or its limit is 0"),
+    RefusalKind(404, "not_found", "nothing is served at this path"),
+    RefusalKind(404, "model_not_found", "no such model"),
+    RefusalKind(404, "stream_not_found", "no such stream, or another tenant's"),
+    RefusalKind(405, "method_not_allowed", "the path has other methods"),
+    RefusalKind(408, "body_timeout", "the body did not arrive in time"),
+    RefusalKind(408, "slow_reader", "the client reads too slowly"),
+    RefusalKind(410, "stream_expired", "the log no longer holds the stream"),
+    RefusalKind(413, "body_too_large", "the body is larger than this gateway takes"),
+    RefusalKind(429, "concurrency_limit_exceeded", "the tenant runs as many requests as it may"),
+    RefusalKind(429, "request_rate_exceeded", "the tenant sends more requests a minute than it may"),
+    RefusalKind(429, "token_rate_exceeded", "the tenant uses more tokens a minute than it may"),
+    RefusalKind(429, "enqueued_tokens_exceeded", "the tenant has as many batch tokens waiting as it may"),
+    RefusalKind(499, "cancelled", "it was cancelled while it waited: told to owners, not to clients"),
+    RefusalKind(500, "internal_error", "a fault of ours"),
+    RefusalKind(500, "engine_error", "the engine failed at this request"),
+    RefusalKind(502, "worker_lost", "the worker died, and no other could go on"),
+    RefusalKind(502, "worker_cancelled", "the worker gave the request up"),
+    RefusalKind(502, "output_gap", "a part of the output was lost"),
+    RefusalKind(503, "starting", "this gateway is still starting"),
+    RefusalKind(503, "draining", "this gateway is being stopped and takes nothing new"),
+    RefusalKind(503, "shutting_down", "this gateway was stopped before the end"),
+    RefusalKind(503, "gateway_lost", "another process took this gateway's place"),
+    RefusalKind(503, "broker_unavailable", "Kafka does not answer"),
+    RefusalKind(503, "no_answer", "admission did not answer"),
+    RefusalKind(503, "dispatch_failed", "the request could not be given to a worker"),
+    RefusalKind(503, "no_worker", "no worker serves the model"),
+    RefusalKind(503, "queue_full", "more waits than will be served in time"),
+    RefusalKind(503, "expired", "the request waited longer than it may"),
+    RefusalKind(503, "cancelled", "the request was cancelled, but not by its client"),
+    RefusalKind(503, "model_not_served", "this gateway does not serve the stream's model"),
+    RefusalKind(503, "too_many_replays", "this gateway reads as many streams from the log as it can"),
+    RefusalKind(504, "deadline_exceeded", "it did not end in the time a request has"),
+    RefusalKind(504, "batch_expired", "it did not end in the time a batch request has"),
+)
