@@ -18,9 +18,16 @@ class TextPart(Struct, forbid_unknown_fields=True):
 
 
 class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Fields that can only be null are in the answers, which clients send back as they are."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
 
     def as_template_input(self) -> dict[str, Any]:
         text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)

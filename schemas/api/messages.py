@@ -10,8 +10,9 @@ from schemas.api import fields
 from schemas.api.errors import bad_field
 from schemas.api.prepare import MESSAGES_URL, Prepared, check_supported, priority_class, stop_strings
 from schemas.api.prompts import check_unicode, find_model, output_limit, template_ids
+from schemas.api.structured import schema_grammar
 from schemas.models import LoadedModel
-from schemas.sampling import SamplingParams
+from schemas.sampling import Grammar, SamplingParams
 
 COUNT_TOKENS_URL = f"{MESSAGES_URL}/count_tokens"
 
@@ -26,6 +27,7 @@ class TextBlock(Struct, forbid_unknown_fields=True):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
+    citations: None = None
 
 
 class Turn(Struct, forbid_unknown_fields=True):
@@ -41,6 +43,16 @@ class Thinking(Struct, forbid_unknown_fields=True):
     type: Literal["disabled"]
 
 
+class JsonFormat(Struct, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, forbid_unknown_fields=True):
+    format: JsonFormat | None = None
+    effort: None = None
+
+
 class CountTokensBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/messages/count_tokens. Fields that are not served stand here for a refusal that names them."""
 
@@ -49,6 +61,7 @@ class CountTokensBody(Struct, forbid_unknown_fields=True, kw_only=True):
     system: str | list[TextBlock] | None = None
     cache_control: CacheControl | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
 
@@ -86,6 +99,7 @@ def prepare_messages(body: MessagesBody, models: Mapping[str, LoadedModel]) -> P
         top_p=1.0 if body.top_p is None else body.top_p,
         seed=secrets.randbits(63),
         stop=stop_strings(body.stop_sequences, "stop_sequences"),
+        grammar=_grammar(body.output_config),
     )
     priority = priority_class(body.priority)
     return Prepared(MESSAGES_URL, model, ids, len(ids), sampling, priority, bool(body.stream))
@@ -112,6 +126,12 @@ def _prompt_ids(body: CountTokensBody, model: LoadedModel) -> list[int]:
         else:
             inputs.append({"role": turn.role, "content": text})
     return template_ids(inputs, model)
+
+
+def _grammar(config: OutputConfig | None) -> Grammar | None:
+    if config is None or config.format is None:
+        return None
+    return schema_grammar(config.format.schema, "output_config.format.schema")
 
 
 def _text(content: str | list[TextBlock], field: str) -> str:

@@ -34,7 +34,12 @@ def response_grammar(wanted: ResponseFormat | None, regex: str | None = None) ->
         raise bad_field("regex", "give either regex or response_format")
     schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema
     field = "response_format" if wanted.json_schema is None else "response_format.json_schema.schema"
-    source = json.dumps({} if schema is None else schema, ensure_ascii=False, separators=(",", ":"))
+    return schema_grammar({} if schema is None else schema, field)
+
+
+def schema_grammar(schema: dict[str, Any], field: str) -> Grammar:
+    """JSON that keeps to `schema`. Raises ApiError that names `field`."""
+    source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
     return _checked(Grammar("json_schema", source), field)
 
 

@@ -9,13 +9,11 @@ from schemas.priority import PriorityClass
 from schemas.records import ClassLimits
 from tests.e2e.conftest import RunningStack
 
-PATHS = ("/v1/generate", "/v1/chat/completions")
+PATHS = ("/v1/generate", "/v1/chat/completions", "/v1/completions")
 
 
 def body_for(path: str, running: RunningStack, **changes: Any) -> dict[str, Any]:
-    asked = (
-        {"prompt": "hi"} if path.endswith("generate") else {"messages": [{"role": "user", "content": "hi"}]}
-    )
+    asked = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
     return {"model": running.model, "max_tokens": 2, **asked, **changes}
 
 

@@ -70,6 +70,14 @@ def test_text_parts_and_the_developer_role_are_understood() -> None:
     assert bytes(prepared.prompt_token_ids) == b"<|system|>ab\n<|assistant|>"
 
 
+def test_an_answer_can_be_sent_back_as_it_is() -> None:
+    finished = Finished(bytes(16), "m", 0, "yo", "stop", 3, 1, 2)
+    said = answer(CHAT_COMPLETIONS_URL, finished)["choices"][0]["message"]
+    body = {"model": "simulated", "messages": [*CHAT["messages"], said, *CHAT["messages"]]}
+    prepared = prepare(convert_body(body, ChatCompletionBody), MODELS)
+    assert bytes(prepared.prompt_token_ids) == b"<|user|>hi\n<|assistant|>yo\n<|user|>hi\n<|assistant|>"
+
+
 REFUSALS: list[tuple[type[Body], Any, int, str, str | None]] = [
     (GenerateBody, b"", 400, "invalid_json", None),
     (GenerateBody, b"{", 400, "invalid_json", None),
@@ -114,6 +122,13 @@ REFUSALS: list[tuple[type[Body], Any, int, str, str | None]] = [
         400,
         "context_length_exceeded",
         "messages",
+    ),
+    (
+        ChatCompletionBody,
+        {**CHAT, "messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        400,
+        "invalid_value",
+        "messages[0].tool_calls",
     ),
     (ChatCompletionBody, {**CHAT, "n": 2}, 400, "invalid_value", "n"),
     (ChatCompletionBody, {**CHAT, "stop": list("abcde")}, 400, "invalid_value", "stop"),
@@ -374,6 +389,8 @@ def test_answers_have_the_shapes_of_their_apis() -> None:
         "usage": {"input_tokens": 3, "cached_tokens": 1, "output_tokens": 2},
         "stop_reason": "stop",
     }
+    completion = answer(COMPLETIONS_URL, finished)
+    assert (completion["object"], completion["id"]) == ("text_completion", "cmpl-" + "0" * 32)
     chat = answer(CHAT_COMPLETIONS_URL, finished)
     assert chat["choices"][0]["message"]["content"] == "hi"
     assert chat["usage"]["total_tokens"] == 5

@@ -46,7 +46,7 @@ def prepared(**changes: Any) -> Prepared:
         ),
         ({"messages": [USER, USER]}, b"<|user|>hi\nhi\n<|assistant|>"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "citations": None}]}]},
             b"<|user|>x\n<|assistant|>",
         ),
     ],
@@ -79,6 +79,15 @@ def test_all_that_steers_sampling_reaches_the_engine() -> None:
     assert (found.stream, found.priority) == (True, PriorityClass.BATCH)
 
 
+def test_an_output_format_becomes_a_grammar() -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    grammar = prepared(output_config=config).sampling.grammar
+    assert grammar is not None
+    assert (grammar.kind, json.loads(grammar.source)) == ("json_schema", schema)
+    assert prepared(output_config={}).sampling.grammar is None
+
+
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": None}, "invalid_value", "max_tokens"),
     ({"max_tokens": 0}, "invalid_value", "max_tokens"),
@@ -106,7 +115,12 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "invalid_value", "thinking.type"),
     ({"cache_control": {"type": "ephemeral", "ttl": "1h"}}, "unknown_field", "cache_control.ttl"),
     ({"container": "c"}, "unknown_field", "container"),
-    ({"output_config": {}}, "unknown_field", "output_config"),
+    ({"output_config": {"effort": "low"}}, "invalid_value", "output_config.effort"),
+    (
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "objectx"}}}},
+        "invalid_value",
+        "output_config.format.schema",
+    ),
 ]
 
 

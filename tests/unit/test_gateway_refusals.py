@@ -212,7 +212,18 @@ _JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=6,
 )
-_PATHS = st.sampled_from(["/v1/generate", CHAT_PATH])
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/generate": BODY,
+    CHAT_PATH: CHAT,
+    "/v1/completions": BODY,
+    "/v1/messages": {**CHAT, "max_tokens": 4},
+    "/v1/messages/count_tokens": CHAT,
+    "/tokenize": {"model": "simulated", "prompt": "hi"},
+    "/detokenize": {"model": "simulated", "tokens": [104, 105]},
+}
+# These need no worker; the others are refused by admission when they are good.
+ANSWERED = {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
+_PATHS = st.sampled_from(sorted(GOOD))
 
 
 @settings(max_examples=120, deadline=None)
@@ -222,10 +233,9 @@ def test_no_bytes_make_it_fail(path: str, content: bytes) -> None:
 
 
 @settings(max_examples=250, deadline=None)
-@given(_PATHS, st.sampled_from([BODY, CHAT]), st.data())
-def test_no_change_of_a_good_body_makes_it_fail(
-    path: str, body: dict[str, object], data: st.DataObject
-) -> None:
+@given(_PATHS, st.data())
+def test_no_change_of_a_good_body_makes_it_fail(path: str, data: st.DataObject) -> None:
+    body = GOOD[path]
     names = [
         *body,
         "temperature",
@@ -237,6 +247,16 @@ def test_no_change_of_a_good_body_makes_it_fail(
         "stop_token_ids",
         "n",
         "stop",
+        "max_tokens",
+        "prompt",
+        "messages",
+        "system",
+        "stop_sequences",
+        "logprobs",
+        "top_logprobs",
+        "tokens",
+        "add_special_tokens",
+        "output_config",
     ]
     changed = {**body, data.draw(st.sampled_from(names)): data.draw(_JSON)}
     content = bytearray(
@@ -244,4 +264,5 @@ def test_no_change_of_a_good_body_makes_it_fail(
     )
     if data.draw(st.booleans()):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    assert 400 <= status_of(path, bytes(content)) < 500
+    status = status_of(path, bytes(content))
+    assert 400 <= status < 500 or (status == 200 and path in ANSWERED)

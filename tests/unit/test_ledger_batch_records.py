@@ -61,6 +61,13 @@ def test_a_batch_file_line_and_an_avro_record() -> None:
     assert item(avro).request_id == item(GENERATE).request_id
 
 
+def test_a_completion_is_a_line_like_any_other() -> None:
+    found = item({**LINE, "url": "/v1/completions", "body": {"model": "simulated", "prompt": [104]}})
+    assert (found.url, found.prompt_token_ids, found.sampling.max_tokens) == ("/v1/completions", [104], 16)
+    line = json.loads(encode_answer(found.source, found.request_id, found.url, FINISHED))
+    assert line["response"]["body"]["object"] == "text_completion"
+
+
 def test_a_producers_retry_is_the_same_request_and_other_work_is_not() -> None:
     base = item(GENERATE)
     assert item(dict(reversed(GENERATE.items())), offset=9).request_id == base.request_id
@@ -104,6 +111,7 @@ def test_a_producers_retry_is_the_same_request_and_other_work_is_not() -> None:
         ({"custom_id": "a", "url": "/v1/generate"}, "missing_field", "body"),
         ({**LINE, "body": {**CHAT_BODY, "stream": True}}, "invalid_value", "stream"),
         ({**LINE, "body": {**CHAT_BODY, "tools": [1]}}, "unsupported_field", "tools"),
+        ({**LINE, "body": {**CHAT_BODY, "logprobs": True}}, "unsupported_field", "logprobs"),
     ],
 )
 def test_a_bad_record_names_its_fault(value: Any, code: str, param: str | None) -> None:
