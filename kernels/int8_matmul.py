@@ -8,6 +8,7 @@ import ctypes
 import platform
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from kernels.int8_tiles import (
     vnni_4,
     vnni_8,
 )
-from kernels.native import compiled, floats, int32s, words_at
+from kernels.native import compiled, exact, floats, int32s, words_at
 from kernels.team import Kernel
 
 UNIT = PANEL * PANELS  # output channels that are computed together
@@ -98,6 +99,12 @@ def amx_config() -> int:
 _AMX_CONFIG = np.zeros(64, np.uint8)
 
 
+@exact
+def _scaled(total: Any, channel_scale: Any, row_scale: Any) -> Any:
+    """In this order: which two factors go first was else decided anew wherever this is compiled into."""
+    return np.float32(np.float32(total * channel_scale) * row_scale)
+
+
 @compiled
 def int8_matmul_range(
     start: int,
@@ -154,7 +161,7 @@ def int8_matmul_range(
             result = floats(out + 4 * (row * out_stride + unit * UNIT), UNIT)
             for i in range(UNIT):
                 total = np.float32(sums[row, i] - channel_offsets[i])
-                result[i] = total * channel_scales[i] * row_scales[row]
+                result[i] = _scaled(total, channel_scales[i], row_scales[row])
     if tiled:
         amx_end()
 
