@@ -1,18 +1,34 @@
-"""From what a reader was told to the `logprobs` objects of a stream."""
+"""From what a reader was told to the `logprobs` objects of an answer, whole or streamed."""
 
+from collections.abc import Callable
 from typing import Any
 
 from gateway import sse
 from gateway.reader import Reader
-from schemas.api.logprobs import Shape
+from schemas.api.logprobs import Shape, chat_logprobs, completion_logprobs
+from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, Prepared
 from schemas.records import Completion
+from schemas.tokenization import Tokenizer
+
+_SHAPES: dict[str, Callable[[Tokenizer], Shape]] = {
+    CHAT_COMPLETIONS_URL: chat_logprobs,
+    COMPLETIONS_URL: completion_logprobs,
+}
 
 
-def taken_logprobs(reader: Reader, shape: Shape) -> sse.Logprobs | None:
+def whole_logprobs(reader: Reader, prepared: Prepared, end: Completion) -> dict[str, Any] | None:
+    """Of all tokens that are shown; None where the request wants none."""
+    if reader.told is None:
+        return None
+    return _SHAPES[prepared.url](prepared.model.tokenizer)(reader.told.take(None, end))
+
+
+def streamed_logprobs(reader: Reader, prepared: Prepared) -> sse.Logprobs | None:
     """What frames ask for the tokens of a piece of text; None where the request wants none."""
     told = reader.told
     if told is None:
         return None
+    shape = _SHAPES[prepared.url](prepared.model.tokenizer)
 
     def take(position: int | None) -> dict[str, Any] | None:
         end = reader.end

@@ -5,11 +5,11 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from typing import Any
 
 from aiokafka.errors import KafkaError
 
 from gateway import sse
+from gateway.api.logprobs import whole_logprobs
 from gateway.api.reading import read
 from gateway.attendance import detach_ms
 from gateway.event_stream import watch, write_events
@@ -22,21 +22,15 @@ from gateway.told_tokens import ToldTokens
 from schemas.api.answers import Finished, answer, output_text, stop_sequence
 from schemas.api.bodies import decode_body
 from schemas.api.errors import ApiError
-from schemas.api.logprobs import Shape, chat_logprobs, completion_logprobs
 from schemas.api.messages import MessagesBody, prepare_messages
-from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, Body, Prepared, prepare
+from schemas.api.prepare import Body, Prepared, prepare
 from schemas.headers import TRACEPARENT
 from schemas.priority import PriorityClass
-from schemas.records import Completion, InferenceRequest, Tenant
-from schemas.tokenization import Tokenizer
+from schemas.records import InferenceRequest, Tenant
 
 log = logging.getLogger(__name__)
 
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-LOGPROBS: dict[str, Callable[[Tokenizer], Shape]] = {
-    CHAT_COMPLETIONS_URL: chat_logprobs,
-    COMPLETIONS_URL: completion_logprobs,
-}
 STREAM_HEADER = b"x-headrace-stream"
 MakeFrames = Callable[[OwnedRequest, Reader, Prepared], sse.Frames]
 
@@ -159,7 +153,7 @@ async def _whole(
         input_tokens=end.input_tokens,
         cached_tokens=end.cached_tokens,
         output_tokens=end.output_tokens,
-        logprobs=_logprobs(reader, prepared, end),
+        logprobs=whole_logprobs(reader, prepared, end),
         service_tier=prepared.service_tier,
         stop_sequence=None if end.text_length is None else _stop_sequence(reader, prepared, end.text_length),
     )
@@ -169,10 +163,3 @@ async def _whole(
 def _stop_sequence(reader: WholeReader, prepared: Prepared, text_length: int) -> str | None:
     text = prepared.model.tokenizer.detokenizer().push(reader.token_ids)
     return stop_sequence(text[text_length:], prepared.sampling.stop)
-
-
-def _logprobs(reader: Reader, prepared: Prepared, end: Completion) -> dict[str, Any] | None:
-    if reader.told is None:
-        return None
-    shape = LOGPROBS[prepared.url](prepared.model.tokenizer)
-    return shape(reader.told.take(None, end))

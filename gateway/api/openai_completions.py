@@ -1,14 +1,13 @@
 """POST /v1/completions, as OpenAI's API has it."""
 
 from gateway import sse
-from gateway.api.logprobs import taken_logprobs
+from gateway.api.logprobs import streamed_logprobs
 from gateway.api.online import serve
 from gateway.exchange import Exchange
 from gateway.owned_request import OwnedRequest
 from gateway.reader import Reader
 from gateway.serving import Serving
 from schemas.api.completions import CompletionBody
-from schemas.api.logprobs import completion_logprobs
 from schemas.api.prepare import Prepared
 
 
@@ -24,5 +23,5 @@ def _frames(owned: OwnedRequest, reader: Reader, prepared: Prepared) -> sse.Fram
         request.accepted_at // 1000,
         prepared.include_usage,
         continuous_usage=prepared.num_prompt_tokens if prepared.continuous_usage else None,
-        logprobs=taken_logprobs(reader, completion_logprobs(prepared.model.tokenizer)),
+        logprobs=streamed_logprobs(reader, prepared),
     )
