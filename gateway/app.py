@@ -11,6 +11,7 @@ from gateway.api import (
     native,
     openai_chat,
     openai_completions,
+    stream_tokens,
     streams,
     tokenize,
 )
@@ -47,6 +48,7 @@ def make_app(serving: Serving) -> ErrorBoundary:
         ("POST", DETOKENIZE_URL, tokenize.detokenize),
         ("GET", "/v1/streams/{id}", streams.read_stream),
         ("DELETE", "/v1/streams/{id}", streams.cancel_stream),
+        ("POST", "/v1/streams/{id}/token", stream_tokens.create_token),
         ("GET", "/v1/models", models.list_models),
         ("GET", "/v1/models/{model:path}", models.get_model),
         ("GET", "/health/live", health.live),

@@ -53,9 +53,14 @@ class TenantBook:
                 found = entry.tenant
         if found is None:
             raise ApiError(401, "invalid_api_key", "the API key is not known")
-        if found.disabled:
-            raise ApiError(403, "tenant_disabled", f"tenant {found.name} is disabled")
-        return found
+        return _enabled(found)
+
+    def named(self, name: str) -> Tenant:
+        """A tenant that was authenticated before. Raises ApiError 403 if it was deleted or disabled since."""
+        found = self._tenants.get(name)
+        if found is None:
+            raise ApiError(403, "unknown_tenant", f"tenant {name} is no more")
+        return _enabled(found)
 
     def _forget_keys(self, name: str) -> None:
         old = self._tenants.get(name)
@@ -65,6 +70,12 @@ class TenantBook:
                 self._by_key_id[key.key_id] = kept
             else:
                 self._by_key_id.pop(key.key_id, None)
+
+
+def _enabled(tenant: Tenant) -> Tenant:
+    if tenant.disabled:
+        raise ApiError(403, "tenant_disabled", f"tenant {tenant.name} is disabled")
+    return tenant
 
 
 _NOBODY = Tenant(name="nobody", tier=0, keys=[], limits=[])

@@ -14,6 +14,7 @@ from gateway.owned_request import OwnedRequest
 from gateway.owner import Owner
 from gateway.public_id import PublicId, PublicIds, hash_model
 from gateway.reader import Reader
+from gateway.stream_token import StreamTokens
 from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
 from schemas.models import LoadedModel
@@ -42,6 +43,7 @@ class Serving:
         self.config = config
         self._catch_up_tenants = catch_up_tenants
         self.public_ids = PublicIds(config.stream_secret)
+        self.stream_tokens = StreamTokens(config.stream_secret)
         self.reply_offset: Callable[[int], int] = lambda partition: 0
         self.metrics = Metrics()
         self.tenants = TenantBook()

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from collections.abc import Mapping
 from urllib.parse import parse_qs
 
 from gateway import sse
@@ -13,6 +14,7 @@ from gateway.exchange import Exchange
 from gateway.public_id import NotAnIdError, PublicId, hash_model
 from gateway.replay import Replay, ReplayReader
 from gateway.serving import Serving
+from gateway.stream_token import NotATokenError
 from schemas import topics
 from schemas.api.errors import ApiError, bad_field
 from schemas.models import LoadedModel
@@ -20,19 +22,26 @@ from schemas.records import Attach, Cancellation, Detach, Tenant
 
 _LAST_EVENT_ID = b"last-event-id"
 _STARTING_AFTER = "starting_after"
+_TOKEN = "token"
 _POSITION = re.compile(r"-1|[0-9]{1,18}")
 _ALL_ATTEMPTS = 2**31 - 1
 
 
 async def read_stream(serving: Serving, exchange: Exchange) -> None:
     """Server-sent events in the form of /v1/generate, whatever the stream was asked for as."""
-    tenant, public_id = await _stream(serving, exchange)
+    serving.check_open()
+    query = parse_qs(exchange.scope["query_string"].decode("ascii", "replace"), keep_blank_values=True)
+    if _TOKEN in query:
+        tenant = _by_token(serving, exchange, query[_TOKEN][-1])
+    else:
+        tenant = await serving.authenticate(exchange.headers)
+    public_id = public_id_for(serving, exchange, tenant)
     detach = detach_ms(exchange.headers, serving.config.max_detach_s)
     reader = ReplayReader(
         serving.config,
         _model(serving, public_id),
         public_id.may_be_cut,
-        _after(exchange),
+        _after(exchange, query),
         time.monotonic(),
     )
     replay = Replay(public_id.request_id, tenant.name, reader)
@@ -51,7 +60,9 @@ async def read_stream(serving: Serving, exchange: Exchange) -> None:
 
 async def cancel_stream(serving: Serving, exchange: Exchange) -> None:
     """Asks for the end; what was generated so far can still be read. No error if it has ended."""
-    tenant, public_id = await _stream(serving, exchange)
+    serving.check_open()
+    tenant = await serving.authenticate(exchange.headers)
+    public_id = public_id_for(serving, exchange, tenant)
     request_id = public_id.request_id
     word = Cancellation(request_id, _ALL_ATTEMPTS, tenant.name, "cancelled")
     # 1. The owner, wherever it is, knows that the end was asked for before it sees it: it sends no retry.
@@ -68,14 +79,23 @@ async def cancel_stream(serving: Serving, exchange: Exchange) -> None:
     await exchange.respond(202, sse.to_json(answer))
 
 
-async def _stream(serving: Serving, exchange: Exchange) -> tuple[Tenant, PublicId]:
-    """Who calls, and the stream in the path. Raises ApiError, 404 for one that is not the caller's."""
-    serving.check_open()
-    tenant = await serving.authenticate(exchange.headers)
+def public_id_for(serving: Serving, exchange: Exchange, tenant: Tenant) -> PublicId:
+    """The stream in the path. Raises ApiError 404 for one that is not the tenant's."""
     try:
-        return tenant, serving.public_ids.decode(tenant.name, exchange.scope["path_params"]["id"])
+        return serving.public_ids.decode(tenant.name, exchange.scope["path_params"]["id"])
     except NotAnIdError:
         raise ApiError(404, "stream_not_found", "there is no such stream") from None
+
+
+def _by_token(serving: Serving, exchange: Exchange, token: str) -> Tenant:
+    # The token alone gives access, no cookie does: pages of any origin may use the URL they were given.
+    exchange.extra_headers.append((b"access-control-allow-origin", b"*"))
+    try:
+        name = serving.stream_tokens.tenant(token, exchange.scope["path_params"]["id"], time.time())
+    except NotATokenError:
+        message = "the token is not for this stream, or is too old"
+        raise ApiError(401, "invalid_stream_token", message, _TOKEN) from None
+    return serving.tenants.named(name)
 
 
 def _model(serving: Serving, public_id: PublicId) -> LoadedModel:
@@ -85,7 +105,7 @@ def _model(serving: Serving, public_id: PublicId) -> LoadedModel:
     raise ApiError(503, "model_not_served", "this gateway does not serve the model of this stream")
 
 
-def _after(exchange: Exchange) -> int:
+def _after(exchange: Exchange, query: Mapping[str, list[str]]) -> int:
     """The position that the client has read up to, -1 for none.
 
     The header wins: an EventSource that connects again repeats its first URL.
@@ -94,7 +114,6 @@ def _after(exchange: Exchange) -> int:
     if header is not None:
         name, text = "Last-Event-ID", header.decode("ascii", "replace")
     else:
-        query = parse_qs(exchange.scope["query_string"].decode("ascii", "replace"), keep_blank_values=True)
         name, text = _STARTING_AFTER, query.get(_STARTING_AFTER, ["-1"])[-1]
     if not _POSITION.fullmatch(text):
         raise bad_field(name, f"an output position is an integer from -1 on, not {text[:40]!r}")

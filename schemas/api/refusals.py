@@ -39,6 +39,7 @@ REFUSALS = (
     RefusalKind(400, "undecodable_record", "a record of inference.requests cannot be read"),
     RefusalKind(401, "missing_api_key", "no key was given"),
     RefusalKind(401, "invalid_api_key", "the key is not known"),
+    RefusalKind(401, "invalid_stream_token", "the token in the URL is not for this stream, or is too old"),
     RefusalKind(403, "tenant_disabled", "the key's tenant is disabled"),
     RefusalKind(403, "unknown_tenant", "the tenant was deleted meanwhile"),
     RefusalKind(403, "class_not_allowed", "the class is above the tenant's tier, or its limit is 0"),

@@ -177,6 +177,15 @@ async def test_an_ended_stream_is_read_at_both_gateways(api: Api) -> None:
     assert parse(by_query.text)[0] == parse((await api.read(stream, 4)).text)[0]
 
 
+async def test_a_page_reads_it_by_a_token_in_the_url(api: Api) -> None:
+    stream, _ = await finished(api)
+    made = await api.owner.post(f"/v1/streams/{stream}/token", headers=HEADERS)
+    again = await api.other.get(made.json()["url"])
+    assert (again.status_code, parse(again.text)[0]) == (200, TEXT)
+    assert again.headers["access-control-allow-origin"] == "*"
+    assert (await api.other.delete(made.json()["url"])).status_code == 401
+
+
 async def test_many_clients_come_back_to_a_running_stream_by_few_readings(api: Api) -> None:
     worker = Worker()
     api.driver.script = worker
