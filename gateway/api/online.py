@@ -56,8 +56,8 @@ async def serve(
         reader.told = ToldTokens(prepared.model.tokenizer)
     traceparent = exchange.headers.get(TRACEPARENT.encode(), b"")
     trace = traceparent.decode() if _TRACEPARENT.fullmatch(traceparent) else None
-    exchange.extra_headers.append((STREAM_HEADER, serving.public_id(request).encode()))
     detach = detach_ms(exchange.headers, serving.config.max_detach_s)
+    exchange.extra_headers.append((STREAM_HEADER, serving.public_id(request).encode()))
     owned = serving.owner.accept(request, reader, trace)
     owned.detach_ms = detach
     serving.accepted(owned, reader)

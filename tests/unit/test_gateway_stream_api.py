@@ -57,6 +57,7 @@ async def test_a_detach_time_that_is_none_sends_no_request() -> None:
     assert await done(call) == (400, "invalid_value")
     assert call.json()["error"]["param"] == "X-Headrace-Detach"
     assert stand.serving.owner.open == {}
+    assert b"x-headrace-stream" not in call.headers  # it was never sent
 
 
 async def test_delete_at_another_gateway_tells_the_owner_first() -> None:
