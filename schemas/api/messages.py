@@ -67,7 +67,8 @@ class CountTokensBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
     def unsupported(self) -> str | None:
         """The first field that asks for what is not served."""
-        asked = (("tools", self.tools), ("tool_choice", self.tool_choice))
+        choice = None if self.tool_choice == {"type": "none"} else self.tool_choice
+        asked = (("tools", self.tools), ("tool_choice", choice))
         return next((name for name, value in asked if value), None)
 
 

@@ -71,6 +71,7 @@ def test_all_that_steers_sampling_reaches_the_engine() -> None:
         service_tier="auto",
         thinking={"type": "disabled"},
         tools=[],
+        tool_choice={"type": "none"},
         priority="batch",
     )
     assert found.sampling == SamplingParams(
