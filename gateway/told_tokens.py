@@ -12,7 +12,7 @@ from schemas.tokenization import Tokenizer
 class ToldTokens:
     """Gives out what is shown: not the token that ended the output, nothing of a stop string.
 
-    A character that is split over tokens comes with the last of them, and they with it.
+    The tokens of a character that is not whole yet wait for the text that takes them in.
     """
 
     __slots__ = ("_hidden", "_ids", "_logprobs", "_num_taken", "_tokenizer")
