@@ -88,6 +88,19 @@ def test_a_whole_timing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert choose_linears("auto", SHAPES, tmp_path)(64, 64) == same_kind(BF16)
 
 
+def test_the_best_of_several_timings_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines = [
+        LINE.format("bf16", "4, 1, 1, 1"),
+        LINE.format("weight_only", "2, 2, 9, 9"),
+        LINE.format("bf16", "1, 4, 4, 4"),
+    ]
+    fake_timing(monkeypatch, tmp_path, f"print({chr(10).join(lines)!r})")
+    assert linear_choice.measure(SHAPES) == (
+        {(64, 64): {BF16: [1, 1, 1, 1], WEIGHT_ONLY: [2, 2, 9, 9]}},
+        True,
+    )
+
+
 def test_this_machine_is_timed(tmp_path: Path) -> None:
     """The real thing on small matrices. bf16 and weight-only products are everywhere."""
     timings, complete = linear_choice.measure(SHAPES)
