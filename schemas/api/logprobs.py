@@ -33,10 +33,11 @@ def chat_logprobs(tokenizer: Tokenizer) -> Shape:
 
 
 def completion_logprobs(tokenizer: Tokenizer) -> Shape:
-    """The `logprobs` object of a completion, in one piece or many: offsets are characters of the whole text.
+    """The `logprobs` object of a completion, in one piece or many.
 
-    A token that is no text by itself is spelled `bytes:\\xe2\\x80`, as OpenAI's API does. The token that was
-    sampled is always among `top_logprobs`.
+    Offsets are characters of the answer's text, as vLLM counts them. A token that is no text by itself is
+    spelled `bytes:\\xe2\\x80`, as OpenAI's API does. The token that was sampled is always among
+    `top_logprobs`.
     """
     detokenizer = tokenizer.detokenizer()
     offset = 0
