@@ -1,8 +1,9 @@
 """What a client is told when its request did not end normally: the same by its owner and from the log."""
 
 from schemas.api.errors import ApiError
-from schemas.records import Failed, Rejected
+from schemas.records import Completion, Failed, Rejected
 
+DISCONNECTED = "disconnected"
 _STATUS_OF_FAILURE = {"no_answer": 503, "engine_error": 500}
 _CANCELLED_IN_THE_QUEUE = 499
 
@@ -13,3 +14,10 @@ def error_of(end: Rejected | Failed) -> ApiError:
         status = 503 if end.status == _CANCELLED_IN_THE_QUEUE else end.status
         return ApiError(status, end.code, end.message, None, end.retry_after_ms)
     return ApiError(_STATUS_OF_FAILURE.get(end.code, 502), end.code, end.message)
+
+
+def code_of(end: Completion | ApiError | None) -> str:
+    """What logs call it; None is a client that left before."""
+    if end is None:
+        return DISCONNECTED
+    return end.finish_reason if isinstance(end, Completion) else end.code

@@ -165,6 +165,8 @@ class Gateway:
         # Models and templates stay for ever: the collector need not walk them.
         gc.collect()
         gc.freeze()
+        if not config.stream_secret:
+            log.warning("HEADRACE_STREAM_SECRET is not set: streams can be read again at this gateway alone")
         log.info("joined", extra={"epoch": epoch, "port": self.port})
         return nonce
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from gateway.auth import TenantBook, presented_key
 from gateway.config import GatewayConfig
+from gateway.ends import DISCONNECTED, code_of
 from gateway.log_scans import LogScans
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
@@ -22,7 +23,6 @@ from schemas.records import Completion, InferenceRequest, Tenant
 
 log = logging.getLogger(__name__)
 
-DISCONNECTED = "disconnected"
 # A broker that restarts is back within this; requests queued meanwhile are answered then.
 _DEAF_S = 5.0
 
@@ -118,12 +118,10 @@ class Serving:
         self._one_finished.set()
         self.metrics.running_streams.dec()
         end = reader.end
+        code = reason if end is None else code_of(end)
         if end is None:
             stop = self.owner.leave if reason == DISCONNECTED else self.owner.abandon
             self.outbox.put(stop(owned, reason))
-            code = reason
-        else:
-            code = end.finish_reason if isinstance(end, Completion) else end.code
         output_tokens = end.output_tokens if isinstance(end, Completion) else None
         if output_tokens:
             self.metrics.output_tokens.inc(output_tokens)

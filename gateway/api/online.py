@@ -12,12 +12,13 @@ from gateway import sse
 from gateway.api.logprobs import whole_logprobs
 from gateway.api.reading import read
 from gateway.attendance import detach_ms
+from gateway.ends import DISCONNECTED
 from gateway.event_stream import watch, write_events
 from gateway.exchange import ClientGoneError, Exchange
 from gateway.owned_request import OwnedRequest
 from gateway.owner import reply_partition
 from gateway.reader import Reader, StreamReader, WholeReader
-from gateway.serving import DISCONNECTED, Serving
+from gateway.serving import Serving
 from gateway.told_tokens import ToldTokens
 from schemas.api.answers import Finished, answer, output_text, stop_sequence
 from schemas.api.bodies import decode_body

@@ -1,6 +1,7 @@
 """/v1/streams/{id}: a stream that its client comes back to, at any gateway, while it runs and afterwards."""
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from urllib.parse import parse_qs
 from gateway import sse
 from gateway.actions import Announce, Cancel
 from gateway.attendance import detach_ms
+from gateway.ends import code_of
 from gateway.event_stream import watch, write_events
 from gateway.exchange import Exchange
 from gateway.public_id import NotAnIdError, PublicId, hash_model
@@ -19,6 +21,8 @@ from schemas import topics
 from schemas.api.errors import ApiError, bad_field
 from schemas.models import LoadedModel
 from schemas.records import Attach, Cancellation, Detach, Tenant
+
+log = logging.getLogger(__name__)
 
 _LAST_EVENT_ID = b"last-event-id"
 _STARTING_AFTER = "starting_after"
@@ -56,6 +60,15 @@ async def read_stream(serving: Serving, exchange: Exchange) -> None:
         serving.scans.leave(replay)
         word = Detach(public_id.request_id, owner.slot, owner.epoch, detach)
         serving.outbox.put([Announce(word, partition)])
+        log.info(
+            "a stream was read from the log",
+            extra={
+                "request_id": public_id.request_id.hex(),
+                "tenant": tenant.name,
+                "end": code_of(reader.end),
+                "ms": round(exchange.elapsed_s * 1000, 1),
+            },
+        )
 
 
 async def cancel_stream(serving: Serving, exchange: Exchange) -> None:

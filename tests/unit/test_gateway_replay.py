@@ -185,6 +185,14 @@ def test_the_end_of_an_attempt_waits_for_the_owners_word() -> None:
     assert asked.reader.end is cancelled
 
 
+@pytest.mark.parametrize("reason", ["cancelled", "error"])
+def test_an_attempt_that_ended_and_is_not_tried_again_is_a_failure(reason: str) -> None:
+    target = replay()
+    feed(target, [dispatched(), completion(0, reason), Failed(RID, 1, EPOCH, "engine_error", "no")], 1_000)
+    assert isinstance(target.reader.end, ApiError)
+    assert target.reader.end.code == "engine_error"
+
+
 def test_another_tenants_cancellation_is_no_word() -> None:
     target = replay()
     target.on_cancellation(Cancellation(RID, 1, "another", "cancelled"))
