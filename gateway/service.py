@@ -227,7 +227,7 @@ class Gateway:
         log.info("draining", extra={"running": len(serving.readers)})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await serving.idle()
+                await serving.all_ended()
         error = ApiError(503, "shutting_down", "this gateway is being stopped; try again", None, 1_000)
         serving.end_all(error, "shutting_down")
         # Clients get their last event, and the cancels are acked.

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from gateway.auth import TenantBook, presented_key
 from gateway.config import GatewayConfig
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 # A broker that restarts is back within this; requests queued meanwhile are answered then.
 _DEAF_S = 5.0
+_LOOK_S = 0.05
 
 
 class Serving:
@@ -144,6 +146,14 @@ class Serving:
         while self.readers:
             self._one_finished.clear()
             await self._one_finished.wait()
+
+    async def all_ended(self) -> None:
+        """Returns when no request is open that a client may wait for, here, elsewhere, or later."""
+        while self.readers or self.owner.open:
+            self._one_finished.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._one_finished.wait()
 
     def end_all(self, error: ApiError, reason: str) -> None:
         """Ends what still runs, with an error for its client."""

@@ -152,3 +152,18 @@ async def test_a_token_has_limits(body: object) -> None:
     stand = Stand()
     call = await stand.call("POST", f"/v1/streams/{stream_id(stand)}/token", body=body).finish()
     assert call.status == 400
+
+
+async def test_a_drain_waits_for_what_may_be_read_elsewhere() -> None:
+    stand = Stand()
+    call = stand.call(body=STREAM, headers=[(b"x-headrace-detach", b"5")])
+    request = await stand.request()
+    stand.dispatched(request)
+    await call.until_started()
+    call.disconnect()
+    await call.finish()
+    ended = asyncio.create_task(stand.serving.all_ended())
+    await asyncio.sleep(0.15)
+    assert not ended.done()
+    stand.complete(request, 0)
+    await asyncio.wait_for(ended, 5)
