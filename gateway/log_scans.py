@@ -15,7 +15,7 @@ from contextlib import suppress
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
-from gateway.partition_scan import PartitionScan, stream_expired
+from gateway.partition_scan import PartitionScan, joinable, stream_expired
 from gateway.replay import Replay
 from schemas import topics
 from schemas.api.errors import ApiError
@@ -53,9 +53,9 @@ class LogScans:
 
         Where the log no longer holds `first_offset`, the replay's end is a 410.
         """
-        able = [s for s in self._scans if s.partition == partition and s.may_join(first_offset)]
-        if able:
-            max(able, key=lambda scan: scan.position or 0).join(first_offset, replay)
+        scan = joinable(self._scans, partition, first_offset)
+        if scan is not None:
+            scan.join(first_offset, replay)
             return
         if len(self._scans) >= self._most:
             message = "too many streams are being read back from the log; try again"

@@ -17,6 +17,12 @@ def stream_expired() -> ApiError:
     return ApiError(410, "stream_expired", "the log no longer holds the beginning of this stream")
 
 
+def joinable(scans: Iterable["PartitionScan"], partition: int, first_offset: int) -> "PartitionScan | None":
+    """The one with least to read before `first_offset`, else one that has not begun; None: begin another."""
+    able = [s for s in scans if s.partition == partition and s.may_join(first_offset)]
+    return max(able, key=lambda scan: scan.position or 0, default=None)
+
+
 class PartitionScan:
     """Gives records to the replays that joined. Pure: who reads Kafka drives it.
 

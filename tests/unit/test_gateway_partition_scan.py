@@ -1,9 +1,13 @@
 """Clients that share a reading of a partition: who joins where, and how two readings become one."""
 
+import asyncio
+
 import pytest
 from aiokafka import ConsumerRecord
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.partition_scan import PartitionScan
+from gateway.partition_scan import PartitionScan, joinable
 from gateway.replay import Replay, ReplayReader
 from schemas.api.errors import ApiError
 from schemas.codec import decode, encode
@@ -115,6 +119,52 @@ async def test_two_scans_that_stand_at_the_end_become_one() -> None:
         scan.begin(0, 200)
         await scan.give(records, read, scans)
     assert [scan.wanted for scan in scans] == [True, False]
+
+
+@given(st.data())
+def test_however_scans_run_and_meet_each_client_gets_all_once(data: st.DataObject) -> None:
+    asyncio.run(_run_scans(data))
+
+
+async def _run_scans(data: st.DataObject) -> None:
+    records = log()
+    end = 100 + len(records)
+    scans: list[PartitionScan] = []
+    told: dict[Replay, str] = {}
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(["come", "begin", "read", "read", "read"]))
+        if action == "come":
+            first_offset = data.draw(st.integers(50, 100))
+            # As its gateway would: never behind its first record, and at times well before it.
+            target = replay(data.draw(st.sampled_from(RIDS)))
+            told[target] = ""
+            scan = joinable(scans, 3, first_offset)
+            if scan is None:
+                scan = PartitionScan(3)
+                scans.append(scan)
+            scan.join(first_offset, target)
+        elif scans:
+            scan = data.draw(st.sampled_from(scans))
+            if scan.position is None:
+                scan.begin(50, end)
+            elif action == "read":
+                at = max(0, scan.position - 100)
+                await scan.give(records[at : at + data.draw(st.integers(1, 6))], read, scans)
+        scans = [scan for scan in scans if scan.wanted]
+        for target in told:
+            told[target] += text(target)
+    for now in range(1, 100):
+        for scan in scans:
+            if scan.position is None:
+                scan.begin(50, end)
+            assert scan.position is not None
+            await scan.give(records[max(0, scan.position - 100) :], read, scans)
+            scan.tick(float(now), None)
+        scans = [scan for scan in scans if scan.wanted]
+    assert not scans
+    for target in told:
+        assert told[target] + text(target) == "abcdefgh"
+        assert isinstance(target.reader.end, Completion)
 
 
 async def test_a_client_that_leaves_is_given_nothing_more() -> None:
