@@ -361,3 +361,28 @@ async def test_delete_ends_a_stream_for_all_that_read_it(api: Api, at_owner: boo
         assert '"stop_reason":"cancelled"' in text
     assert owned.cancelled == "cancelled"
     assert owned.state.attempt == 1  # no retry of what was not wanted
+
+
+async def test_a_reading_outlives_a_broker_that_dies(api: Api, own_broker: Broker) -> None:
+    worker = Worker()
+    api.driver.script = worker
+    worker.allow(9)
+    stream, seen = await read_some(api, 8, **{"x-headrace-detach": "60"})
+    (owned,) = api.gateways[0].serving.owner.open.values()
+    behind = {**HEADERS, "last-event-id": "8"}
+    async with api.other.stream("GET", f"/v1/streams/{stream}", headers=behind) as back:
+        assert back.status_code == 200
+        own_broker.kill()
+        await asyncio.sleep(0.3)
+        # Its own reading of the log is there to be joined, but not for another partition.
+        ids = api.gateways[1].serving.public_ids
+        elsewhere = ids.encode("acme", ids.decode("acme", stream)._replace(reply_partition=4))
+        refused = await api.read(elsewhere)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "broker_unavailable")
+        await own_broker.start()
+        worker.allow(len(TOKENS))
+        async with asyncio.timeout(20):
+            rest = "".join([line + "\n" async for line in back.aiter_lines()])
+    assert seen + parse(rest)[0] == TEXT
+    await until(lambda: owned.state.ended)
+    assert seen + parse((await api.read(stream, 8)).text)[0] == TEXT
