@@ -4,14 +4,16 @@ from schemas.api.errors import ApiError
 from schemas.records import Completion, Failed, Rejected
 
 DISCONNECTED = "disconnected"
-_STATUS_OF_FAILURE = {"no_answer": 503, "engine_error": 500}
+# Only who asked for the end sees it: with 409 or 5xx the official clients would ask for the work again.
+_CANCELLED = 410
+_STATUS_OF_FAILURE = {"no_answer": 503, "engine_error": 500, "cancelled": _CANCELLED}
 _CANCELLED_IN_THE_QUEUE = 499
 
 
 def error_of(end: Rejected | Failed) -> ApiError:
-    """The refusal or failure as an HTTP error. A cancel is no status that a server may answer with."""
+    """The refusal or failure as an HTTP error."""
     if isinstance(end, Rejected):
-        status = 503 if end.status == _CANCELLED_IN_THE_QUEUE else end.status
+        status = _CANCELLED if end.status == _CANCELLED_IN_THE_QUEUE else end.status
         return ApiError(status, end.code, end.message, None, end.retry_after_ms)
     return ApiError(_STATUS_OF_FAILURE.get(end.code, 502), end.code, end.message)
 

@@ -137,7 +137,7 @@ REFUSALS = [
             arrange=admission_says(429, "rate_limit_exceeded"), headers={b"retry-after": b"1"}),
     Refusal("no worker", 503, "no_worker", {**CHAT, "stream": True}, path=CHAT_PATH,
             arrange=admission_says(503, "no_worker", 5_000), headers={b"retry-after": b"5"}),
-    Refusal("cancelled by others", 503, "cancelled", arrange=admission_says(499, "cancelled")),
+    Refusal("cancelled by others", 410, "cancelled", arrange=admission_says(499, "cancelled")),
     Refusal("draining", 503, "draining", arrange=draining, headers={b"retry-after": b"1"}),
     Refusal("starting", 503, "starting", arrange=starting, headers={b"retry-after": b"1"}),
     Refusal("broker away", 503, "broker_unavailable", arrange=no_broker, headers={b"retry-after": b"1"}),

@@ -145,7 +145,8 @@ def test_a_retry_goes_on_where_the_first_attempt_was() -> None:
     ("end", "status", "code"),
     [
         (Rejected(RID, 1, 429, "rate_limit_exceeded", "no", 2_000), 429, "rate_limit_exceeded"),
-        (Rejected(RID, 1, 499, "cancelled", "no"), 503, "cancelled"),
+        (Rejected(RID, 1, 499, "cancelled", "no"), 410, "cancelled"),
+        (Failed(RID, 1, EPOCH, "cancelled", "late"), 410, "cancelled"),
         (Failed(RID, 1, EPOCH, "worker_lost", "gone"), 502, "worker_lost"),
         (Failed(RID, 1, EPOCH, "no_answer", "gone"), 503, "no_answer"),
     ],
