@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schemas.records import Attach, Cancellation, Detach, Failed, Usage
+from schemas.records import Attach, Cancellation, Detach, Failed, Retry, Usage
 
 if TYPE_CHECKING:
     from gateway.owned_request import OwnedRequest
@@ -20,7 +20,7 @@ class SendRequest:
 class Reply:
     """Append the owner's own word to the reply partition."""
 
-    record: Failed
+    record: Failed | Retry
     reply_partition: int
 
 

@@ -1,6 +1,6 @@
 """One request that this gateway owns, and the records that only its owner writes about it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gateway.actions import Bill, Cancel
 from gateway.reader import Reader
@@ -16,8 +16,8 @@ class OwnedRequest:
     milliseconds of the log's clock: `read_clock` when admission's read offset was first seen above
     `offset`, `sign_clock` when the last sign of the run (of broker time `sign_at`) was seen. `reader` is
     the client, None when nobody waits any more; `cancelled` says why the work was stopped. `detach_ms`: how
-    long it goes on when nobody reads, `unread_clock`: since when nobody does. `failing`: a
-    Failed is on its way to the log.
+    long it goes on when nobody reads, `unread_clock`: since when nobody does. `retrying`, `failing`: a
+    Retry, a Failed is on its way to the log.
     """
 
     request: InferenceRequest
@@ -34,8 +34,16 @@ class OwnedRequest:
     cancelled_clock: int = 0
     detach_ms: int = 0
     unread_clock: int | None = None
+    retrying: bool = False
     failing: bool = False
     stray_cancels: dict[Run, int] = field(default_factory=dict)
+
+    def begin_attempt(self) -> None:
+        """The next attempt goes on behind the output tokens that count."""
+        state = self.state
+        self.request = replace(self.request, attempt=state.attempt, output_token_ids=list(state.token_ids))
+        self.offset = self.read_clock = self.sign_clock = None
+        self.resends = 0
 
     def cancellation(self, reason: str) -> Cancel:
         """Stops all attempts so far; while no run is bound, admission has to hear of it too."""
@@ -48,6 +56,7 @@ class OwnedRequest:
     def sealed_usage(self, finish_reason: str, ended_at: int, cached_tokens: int = 0) -> Bill:
         """What is true by the fold. A request that never had a run costs nothing, its prompt neither."""
         request, run = self.request, self.state.run
+        has_run = run is not None or self.state.attempt > 1
         usage = Usage(
             request_id=request.request_id,
             attempt=self.state.attempt,
@@ -55,7 +64,7 @@ class OwnedRequest:
             tenant=request.tenant,
             priority=request.priority,
             model=self.state.model or request.model,
-            input_tokens=0 if run is None else len(request.prompt_token_ids),
+            input_tokens=len(request.prompt_token_ids) if has_run else 0,
             cached_tokens=cached_tokens,
             output_tokens=len(self.state.token_ids),
             finish_reason=finish_reason,

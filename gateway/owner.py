@@ -1,8 +1,8 @@
 """The requests this gateway owns, from acceptance to their end in the log (architecture §4). Pure.
 
 What is true about a request is the fold over its reply partition; the owner adds what only it may say:
-cancel, fail, send again, and the sealed usage row. It acts on its own `Failed` only after reading it back,
-so a Completion that came first wins.
+cancel, fail, retry, send again, and the sealed usage row. It acts on its own `Retry` and `Failed` only after
+reading them back, so a Completion that came first wins.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from gateway.owned_request import OwnedRequest
 from gateway.reader import Reader
 from schemas import topics
 from schemas.api.errors import ApiError
-from schemas.fleet import FleetView
+from schemas.fleet import LEFT_CANARY_FAILED, FleetView
 from schemas.priority import PriorityClass
 from schemas.records import (
     Cancellation,
@@ -26,6 +26,7 @@ from schemas.records import (
     InferenceRequest,
     PartitionStatus,
     Rejected,
+    Retry,
     Tokens,
 )
 from schemas.stream_state import RETRYABLE_FINISHES, Effect, ReplyRecord, Run, StreamState
@@ -33,8 +34,10 @@ from schemas.stream_state import RETRYABLE_FINISHES, Effect, ReplyRecord, Run, S
 NO_SIGN_MS = 3_000
 NO_ANSWER_MS = 1_000
 MAX_RESENDS = 3
+MAX_RETRIES = 3
 _ENDED_KEPT_MS = 60_000
 _STRAY_CANCEL_MS = 1_000
+_LEFT_WRONG = f"left: {LEFT_CANARY_FAILED}"
 
 
 def reply_partition(gateway_slot: int, priority: int) -> int:
@@ -148,7 +151,7 @@ class Owner:
                     reader.on_end(slow)
                     actions += self.leave(owned, "slow_reader")
             elif effect is not Effect.ALIVE and effect is not Effect.IGNORED:
-                self._on_effect(owned, effect, run, timestamp_ms, actions)
+                self._on_effect(owned, effect, run, chunk.attempt, timestamp_ms, actions)
         return actions
 
     def on_record(self, record: ReplyRecord, timestamp_ms: int) -> list[Action]:
@@ -167,8 +170,10 @@ class Owner:
         if effect is Effect.ENDED and still_open is None:
             # Our own Failed, behind a Completion that we took for the end: told and billed already.
             return actions
-        run = Run(record.slot, record.epoch) if isinstance(record, Dispatched) else None
-        self._on_effect(found, effect, run, timestamp_ms, actions)
+        run, attempt = None, found.state.attempt
+        if isinstance(record, Dispatched):
+            run, attempt = Run(record.slot, record.epoch), record.attempt
+        self._on_effect(found, effect, run, attempt, timestamp_ms, actions)
         return actions
 
     def tick(self, view: FleetView, now_ms: int, now: float) -> list[Action]:
@@ -183,7 +188,7 @@ class Owner:
         for owned in list(self.open.values()):
             if owned.reader is not None:
                 owned.reader.on_quiet(now)
-            if not owned.failing:
+            if not (owned.failing or owned.retrying):
                 actions += self._check(owned, view, admission, now_ms)
         return actions
 
@@ -227,20 +232,32 @@ class Owner:
             why = "gives no sign of this request"
         if why is None:
             return []
-        return self._fail(owned, "worker_lost", f"the worker that ran this request was lost ({why})")
+        message = f"the worker that ran this request was lost ({why})"
+        if why == _LEFT_WRONG and owned.state.token_ids:
+            # What was told may be wrong already: nothing is built on it.
+            return self._fail(owned, "worker_lost", message)
+        return self._lose(owned, "worker_lost", message)
 
     def _on_effect(
-        self, owned: OwnedRequest, effect: Effect, run: Run | None, timestamp_ms: int, actions: list[Action]
+        self,
+        owned: OwnedRequest,
+        effect: Effect,
+        run: Run | None,
+        attempt: int,
+        timestamp_ms: int,
+        actions: list[Action],
     ) -> None:
         match effect:
             case Effect.BOUND:
                 if owned.reader is not None:
                     owned.reader.on_bound(owned.state.model)
             case Effect.GAP:
-                actions += self._fail(owned, "output_gap", "a part of the output was lost")
+                actions += self._lose(owned, "output_gap", "a part of the output was lost")
+            case Effect.RETRIED:
+                self._on_retried(owned, actions)
             case Effect.STRAY:
                 assert run is not None
-                self._cancel_stray(owned, run, owned.state.attempt, actions)
+                self._cancel_stray(owned, run, attempt, actions)
             case Effect.ENDED:
                 self._on_end(owned, timestamp_ms, actions)
 
@@ -248,18 +265,20 @@ class Owner:
         end = owned.state.end
         match end:
             case Completion():
-                if end.finish_reason in RETRYABLE_FINISHES and owned.cancelled is None:
-                    # Only the attempt is over. Until there are retries, the request ends with it.
+                if end.finish_reason in RETRYABLE_FINISHES and (owned.retrying or owned.cancelled is None):
+                    # Only the attempt is over.
                     text = end.message or "the worker cancelled this request"
-                    code = "engine_error" if end.finish_reason == "error" else "worker_cancelled"
-                    actions += self._fail(owned, code, text)
+                    if end.finish_reason == "error":
+                        actions += self._fail(owned, "engine_error", text)
+                    else:
+                        actions += self._lose(owned, "worker_cancelled", text)
                     return
                 if owned.state.strays:
                     actions.append(owned.sealed_usage(end.finish_reason, timestamp_ms, end.cached_tokens))
                 if owned.reader is not None:
                     owned.reader.on_end(end)
             case Rejected():
-                if end.status == 499 or owned.state.strays:
+                if end.status == 499 or owned.state.strays or owned.state.attempt > 1:
                     actions.append(
                         owned.sealed_usage("cancelled" if end.status == 499 else "error", timestamp_ms)
                     )
@@ -299,9 +318,28 @@ class Owner:
         owned.stray_cancels[run] = self._clock
         actions.append(owned.stray_cancellation(run, attempt))
 
+    def _lose(self, owned: OwnedRequest, code: str, message: str) -> list[Action]:
+        """The attempt is over, the request is not: another one goes on where it stopped, if it may."""
+        if owned.retrying or owned.failing:
+            return []
+        request, attempt = owned.request, owned.state.attempt
+        if owned.cancelled is not None or attempt > MAX_RETRIES:
+            return self._fail(owned, code, message)
+        owned.retrying = True
+        retry = Retry(request.request_id, attempt + 1, self.epoch, code)
+        return [Reply(retry, request.reply_partition), owned.cancellation(code)]
+
+    def _on_retried(self, owned: OwnedRequest, actions: list[Action]) -> None:
+        owned.retrying = False
+        if owned.cancelled is not None:
+            actions += self._fail(owned, "cancelled", "cancelled while another attempt was to begin")
+            return
+        owned.begin_attempt()
+        actions.append(SendRequest(owned))
+
     def _fail(self, owned: OwnedRequest, code: str, message: str) -> list[Action]:
         """Says the end. It is one when it is read back and nothing else was first."""
-        if owned.failing:
+        if owned.failing or owned.retrying:
             return []
         owned.failing = True
         if owned.cancelled is not None:

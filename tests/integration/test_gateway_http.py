@@ -314,12 +314,48 @@ async def test_a_cancel_that_nobody_ends_is_ended_by_the_owner(api: Api) -> None
     )
 
 
+def shown(response: httpx.Response, stream: bool) -> str:
+    """The text of an answer."""
+    if not stream:
+        return str(response.json()["text"])
+    return "".join(str(each["text"]) for each in events(response.text) if each["type"] == "token")
+
+
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_lost_worker_ends_the_request_with_an_error_and_a_sealed_bill(api: Api, stream: bool) -> None:
+async def test_a_lost_worker_is_not_seen_by_the_client(api: Api, stream: bool) -> None:
+    async def die_once(driver: FleetDriver, request: InferenceRequest) -> None:
+        await driver.dispatch(request)
+        if request.attempt == 1:
+            await driver.tokens(request, 0, [65, 66])
+            await driver.worker_left()
+            await driver.join_worker()
+            return
+        told = request.output_token_ids
+        await driver.tokens(request, len(told), [66 + len(told) - 1], "length")
+        await driver.complete(request, len(told) + 1, "length")
+
+    api.driver.script = die_once
+    response = await api.generate(stream=stream, max_tokens=3)
+    assert response.status_code == 200
+    assert shown(response, stream) == "ABC"
+    first, second = await api.driver.next_request(), await api.driver.next_request()
+    assert (first.attempt, first.output_token_ids) == (1, [])
+    assert (second.attempt, second.output_token_ids) == (2, [65, 66])
+    assert (second.request_id, second.prompt_token_ids) == (first.request_id, first.prompt_token_ids)
+    assert (second.accepted_at, second.sampling) == (first.accepted_at, first.sampling)
+    cancellation = await api.driver.next_cancellation()
+    assert (cancellation.attempt, cancellation.reason) == (1, "worker_lost")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_loses_four_workers_ends_with_an_error_and_a_sealed_bill(
+    api: Api, stream: bool
+) -> None:
     async def die(driver: FleetDriver, request: InferenceRequest) -> None:
         await driver.dispatch(request)
-        await driver.tokens(request, 0, [65, 66])
+        await driver.tokens(request, request.attempt - 1, [64 + request.attempt])
         await driver.worker_left()
+        await driver.join_worker()
 
     api.driver.script = die
     response = await api.generate(stream=stream)
@@ -328,20 +364,15 @@ async def test_a_lost_worker_ends_the_request_with_an_error_and_a_sealed_bill(ap
         last = events(response.text)[-1]
         assert last["type"] == "error"
         assert last["error"]["code"] == "worker_lost"  # type: ignore[index]
-        assert "AB" in response.text
+        assert shown(response, stream) == "ABCD"
     else:
         assert response.status_code == 502
         assert response.json()["error"]["code"] == "worker_lost"
     usage = await api.driver.next_usage()
-    assert (usage.sealed, usage.output_tokens, usage.input_tokens, usage.finish_reason) == (
-        True,
-        2,
-        7,
-        "error",
-    )
+    assert (usage.sealed, usage.attempt, usage.output_tokens, usage.input_tokens) == (True, 4, 4, 7)
+    assert usage.finish_reason == "error"
     assert usage.ended_at >= usage.accepted_at
     assert usage.request_id.hex() == response.headers["x-request-id"]
-    await api.driver.join_worker()
 
 
 async def test_a_chat_stream_that_fails_has_no_done_marker(api: Api) -> None:
@@ -366,26 +397,33 @@ async def test_a_chat_stream_that_fails_has_no_done_marker(api: Api) -> None:
 
 async def test_a_silent_worker_is_lost(api: Api) -> None:
     async def fall_silent(driver: FleetDriver, request: InferenceRequest) -> None:
-        await driver.dispatch(request)
-        driver.heartbeating["worker"] = False
+        if request.attempt == 1:
+            await driver.dispatch(request)
+            driver.heartbeating["worker"] = False
+            return
+        await driver.join_worker()
+        driver.heartbeating["worker"] = True
+        await serve(driver, request)
 
     api.driver.script = fall_silent
     response = await api.generate()
-    assert response.json()["error"]["code"] == "worker_lost"
-    assert "silent" in response.json()["error"]["message"]
-    assert (await api.driver.next_usage()).sealed
+    assert response.json()["text"] == ANSWER
+    assert (await api.driver.next_cancellation()).reason == "worker_lost"
 
 
-async def test_a_gap_ends_the_request(api: Api) -> None:
+async def test_a_gap_is_filled_by_another_attempt(api: Api) -> None:
     async def skip(driver: FleetDriver, request: InferenceRequest) -> None:
         await driver.dispatch(request)
-        await driver.tokens(request, 0, [65])
-        await driver.tokens(request, 2, [67])
+        if request.attempt == 1:
+            await driver.tokens(request, 0, [65])
+            await driver.tokens(request, 2, [67])
+            return
+        await driver.tokens(request, 1, [66, 67], "length")
+        await driver.complete(request, 3, "length")
 
     api.driver.script = skip
-    response = await api.generate()
-    assert (response.status_code, response.json()["error"]["code"]) == (502, "output_gap")
-    assert (await api.driver.next_usage()).output_tokens == 1
+    response = await api.generate(max_tokens=3)
+    assert response.json()["text"] == "ABC"
     assert (await api.driver.next_cancellation()).reason == "output_gap"
 
 

@@ -1,5 +1,7 @@
 """The owner's decisions, without Kafka and without a clock."""
 
+from collections import deque
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ from schemas.records import (
     Left,
     PartitionStatus,
     Rejected,
+    Retry,
     TokenChunk,
     Tokens,
     Usage,
@@ -66,16 +69,17 @@ class Desk:
     def answered(self) -> bool:
         return self.reader.end is not None
 
-    def dispatched(self, epoch: int = WORKER_EPOCH) -> list[Action]:
-        return self.owner.on_record(Dispatched(RID, 1, EPOCH, 0, epoch, "simulated"), self.time)
+    def dispatched(self, epoch: int = WORKER_EPOCH, attempt: int = 1) -> list[Action]:
+        return self.owner.on_record(Dispatched(RID, attempt, EPOCH, 0, epoch, "simulated"), self.time)
 
-    def tokens(self, position: int, ids: bytes, epoch: int = WORKER_EPOCH) -> list[Action]:
-        return self.owner.on_tokens(
-            Tokens(0, epoch, [TokenChunk(RID, 1, position, list(ids))]), self.time, 0.0
-        )
+    def tokens(self, position: int, ids: bytes, epoch: int = WORKER_EPOCH, attempt: int = 1) -> list[Action]:
+        chunk = TokenChunk(RID, attempt, position, list(ids))
+        return self.owner.on_tokens(Tokens(0, epoch, [chunk]), self.time, 0.0)
 
-    def complete(self, count: int, reason: str = "stop") -> list[Action]:
-        record = Completion(RID, 1, 0, WORKER_EPOCH, 3, 1, count, reason, message="oh")
+    def complete(
+        self, count: int, reason: str = "stop", epoch: int = WORKER_EPOCH, attempt: int = 1
+    ) -> list[Action]:
+        record = Completion(RID, attempt, 0, epoch, 3, 1, count, reason, message="oh")
         return self.owner.on_record(record, self.time)
 
     def read_back(self, actions: list[Action]) -> list[Action]:
@@ -85,6 +89,13 @@ class Desk:
 
 def failure(actions: list[Action]) -> Failed:
     (reply,) = (action for action in actions if isinstance(action, Reply))
+    assert isinstance(reply.record, Failed)
+    return reply.record
+
+
+def retry(actions: list[Action]) -> Retry:
+    (reply,) = (action for action in actions if isinstance(action, Reply))
+    assert isinstance(reply.record, Retry)
     return reply.record
 
 
@@ -115,7 +126,7 @@ def test_doubled_and_overlapping_tokens_reach_the_client_once() -> None:
 
 
 @pytest.mark.parametrize("why", ["left", "superseded", "silent"])
-def test_a_lost_worker_fails_the_request_once_and_only_after_reading_it_back(why: str) -> None:
+def test_a_lost_worker_is_followed_by_another_attempt_once_that_is_read_back(why: str) -> None:
     desk = Desk()
     desk.dispatched()
     desk.tokens(0, b"ab")
@@ -127,14 +138,103 @@ def test_a_lost_worker_fails_the_request_once_and_only_after_reading_it_back(why
     else:
         desk.silent.add("worker")
     actions = desk.pass_ms(1_500)
+    assert (retry(actions).attempt, retry(actions).owner_epoch) == (2, EPOCH)
+    (cancel,) = (a.record for a in actions if isinstance(a, Cancel))
+    assert (cancel.reason, cancel.attempt) == ("worker_lost", 1)
+    assert desk.pass_ms(1_000) == []
+    assert desk.owned.request.attempt == 1
+    (sent,) = desk.read_back(actions)
+    assert sent == SendRequest(desk.owned)
+    request = desk.owned.request
+    assert (request.attempt, bytes(request.output_token_ids)) == (2, b"ab")
+    assert not desk.answered
+    # The lost run wakes up: what it says is not counted, and it is stopped.
+    (stray,) = desk.tokens(2, b"zz")
+    assert isinstance(stray, Cancel)
+    assert (stray.record.attempt, stray.record.epoch) == (1, WORKER_EPOCH)
+    # The next attempt goes on where that one stopped.
+    chunk = TokenChunk(RID, 2, 2, list(b"cd"))
+    assert desk.owner.on_tokens(Tokens(1, 70, [chunk]), desk.time, 0.0) == []
+    end = Completion(RID, 2, 1, 70, 3, 0, 4, "length")
+    row = bill(desk.owner.on_record(end, desk.time))  # a stray was seen: its row may be above the truth
+    assert (row.attempt, row.output_tokens, row.sealed) == (2, 4, True)
+    assert bytes(desk.reader.token_ids) == b"abcd"
+    assert desk.reader.end is end
+
+
+def test_an_attempt_on_the_run_of_the_last_one_is_not_cancelled_for_what_that_one_still_says() -> None:
+    desk = Desk()
+    desk.dispatched()
+    desk.tokens(0, b"a")
+    desk.read_back(desk.complete(1, "cancelled"))
+    desk.owner.on_record(Dispatched(RID, 2, EPOCH, 0, WORKER_EPOCH, "simulated"), desk.time)
+    (cancel,) = desk.tokens(1, b"b")
+    assert isinstance(cancel, Cancel)
+    assert cancel.record.attempt == 1
+
+
+def test_the_fourth_attempt_is_the_last() -> None:
+    desk = Desk()
+    for attempt in (1, 2, 3, 4):
+        desk.owner.on_record(
+            Dispatched(RID, attempt, EPOCH, 0, WORKER_EPOCH + attempt, "simulated"), desk.time
+        )
+        chunk = TokenChunk(RID, attempt, attempt - 1, [attempt])
+        desk.owner.on_tokens(Tokens(0, WORKER_EPOCH + attempt, [chunk]), desk.time, 0.0)
+        desk.view.on_heartbeat(Heartbeat("worker", 0, WORKER_EPOCH + attempt + 1, b""), desk.time)
+        actions = desk.owner.tick(desk.view, NOW, 0.0)
+        if attempt < 4:
+            assert retry(actions).attempt == attempt + 1
+            assert desk.read_back(actions) == [SendRequest(desk.owned)]
     assert failure(actions).code == "worker_lost"
-    assert [a.record.reason for a in actions if isinstance(a, Cancel)] == ["worker_lost"]
     assert not desk.answered
     usage = bill(desk.read_back(actions))
-    assert (usage.sealed, usage.attempt, usage.output_tokens, usage.input_tokens) == (True, 1, 2, 3)
-    assert (usage.slot, usage.epoch, usage.finish_reason) == (0, WORKER_EPOCH, "error")
+    assert (usage.sealed, usage.attempt, usage.output_tokens, usage.input_tokens) == (True, 4, 4, 3)
+    assert usage.finish_reason == "error"
     assert isinstance(desk.reader.end, ApiError)
     assert (desk.reader.end.status, desk.reader.end.code) == (502, "worker_lost")
+
+
+def test_what_a_worker_that_computes_wrong_has_told_is_not_built_on() -> None:
+    for told in (b"", b"ab"):
+        desk = Desk()
+        desk.dispatched()
+        desk.tokens(0, told)
+        desk.view.on_event(Left("worker", 0, WORKER_EPOCH, "canary_failed"), 90)
+        actions = desk.pass_ms(300)
+        if told:
+            assert failure(actions).code == "worker_lost"
+        else:
+            assert retry(actions).attempt == 2
+
+
+def test_a_retry_that_is_refused_ends_the_request_with_its_bill() -> None:
+    desk = Desk()
+    desk.dispatched()
+    desk.tokens(0, b"ab")
+    desk.view.on_event(Left("worker", 0, WORKER_EPOCH, "signal 9"), 90)
+    desk.read_back(desk.pass_ms(300))
+    usage = bill(desk.owner.on_record(Rejected(RID, 2, 503, "no_worker", "none"), desk.time))
+    assert (usage.sealed, usage.attempt, usage.output_tokens, usage.input_tokens) == (True, 2, 2, 3)
+    assert isinstance(desk.reader.end, ApiError)
+    assert desk.reader.end.code == "no_worker"
+
+
+@pytest.mark.parametrize("completed", [False, True])
+def test_a_client_that_leaves_while_another_attempt_is_to_begin_ends_the_request(completed: bool) -> None:
+    desk = Desk()
+    desk.dispatched()
+    desk.tokens(0, b"ab")
+    desk.view.on_event(Left("worker", 0, WORKER_EPOCH, "signal 9"), 90)
+    actions = desk.pass_ms(300)
+    assert len(desk.owner.abandon(desk.owned, "disconnected")) == 1
+    if completed:
+        assert desk.complete(2, "cancelled") == []
+    actions = desk.read_back(actions)
+    assert failure(actions).code == "cancelled"
+    usage = bill(desk.read_back(actions))
+    assert (usage.finish_reason, usage.output_tokens, usage.input_tokens) == ("cancelled", 2, 3)
+    assert desk.owner.open == {}
 
 
 def test_a_completion_that_came_first_wins() -> None:
@@ -153,8 +253,7 @@ def test_a_run_without_a_sign_for_three_seconds_is_lost() -> None:
     for _ in range(5):
         assert desk.pass_ms(2_500) == []
         desk.tokens(0, b"")  # workers name live sequences
-    actions = desk.pass_ms(3_200)
-    assert failure(actions).code == "worker_lost"
+    assert retry(desk.pass_ms(3_200)).reason == "worker_lost"
 
 
 def test_nobody_is_accused_while_the_own_heartbeat_does_not_come_back() -> None:
@@ -165,27 +264,33 @@ def test_nobody_is_accused_while_the_own_heartbeat_does_not_come_back() -> None:
     assert desk.pass_ms(10_000) == []
 
 
-@pytest.mark.parametrize(
-    ("reason", "code", "status"), [("error", "engine_error", 500), ("cancelled", "worker_cancelled", 502)]
-)
-def test_an_attempt_that_ended_badly_ends_the_request(reason: str, code: str, status: int) -> None:
+def test_an_engine_that_fails_a_request_ends_it() -> None:
     desk = Desk()
     desk.dispatched()
-    actions = desk.complete(0, reason)
+    actions = desk.complete(0, "error")
     assert not desk.answered
-    assert failure(actions).code == code
+    assert failure(actions).code == "engine_error"
     assert bill(desk.read_back(actions)).sealed
     assert isinstance(desk.reader.end, ApiError)
-    assert desk.reader.end.status == status
+    assert desk.reader.end.status == 500
 
 
-def test_a_gap_ends_the_request() -> None:
+def test_a_cancel_that_nobody_asked_for_is_followed_by_another_attempt() -> None:
+    desk = Desk()
+    desk.dispatched()
+    actions = desk.complete(0, "cancelled")
+    assert retry(actions).reason == "worker_cancelled"
+    assert desk.read_back(actions) == [SendRequest(desk.owned)]
+
+
+def test_a_gap_is_followed_by_another_attempt() -> None:
     desk = Desk()
     desk.tokens(0, b"a")
     actions = desk.tokens(2, b"c")
-    assert failure(actions).code == "output_gap"
+    assert retry(actions).reason == "output_gap"
     assert desk.tokens(3, b"d") == []
-    assert bill(desk.read_back(actions)).output_tokens == 1
+    desk.read_back(actions)
+    assert bytes(desk.owned.request.output_token_ids) == b"a"
 
 
 def test_a_stray_is_cancelled_by_run_but_not_for_each_of_its_records() -> None:
@@ -270,10 +375,11 @@ def test_the_end_of_a_request_by_time() -> None:
 def test_a_failed_behind_the_completion_that_ended_it_ends_nothing_twice() -> None:
     desk = Desk()
     desk.dispatched()
-    desk.view.on_event(Left("worker", 0, WORKER_EPOCH, "signal 9"), 90)
+    desk.tokens(0, b"a")
+    desk.view.on_event(Left("worker", 0, WORKER_EPOCH, "canary_failed"), 90)
     failed = failure(desk.pass_ms(300))
     desk.owner.abandon(desk.owned, "disconnected")
-    assert desk.complete(0, "error") == []
+    assert desk.complete(1, "cancelled") == []
     assert RID not in desk.owner.open
     assert desk.owner.on_record(failed, desk.time) == []
 
@@ -332,6 +438,8 @@ _STEPS = st.sampled_from(
         "stray",
         "complete",
         "error",
+        "cancelled",
+        "late tokens",
         "reject",
         "left",
         "abandon",
@@ -341,33 +449,38 @@ _STEPS = st.sampled_from(
 )
 
 
-@given(st.lists(_STEPS, max_size=14))
+@given(st.lists(_STEPS, max_size=18))
 def test_whatever_happens_the_client_hears_one_end_and_the_bill_is_the_fold(steps: list[str]) -> None:
     desk = Desk()
-    said: list[Failed] = []
+    said: list[Failed | Retry] = []
+    unread: deque[Failed | Retry] = deque()
     bills: list[Usage] = []
     delivered_at_end: int | None = None
     abandoned = False
-    for step in [*steps, "left", "time", "read_back", "late", "read_back"]:
+    for step in [*steps, "left", "time", "read_back", "read_back", "late", "read_back", "read_back"]:
         before = desk.reader.end
-        count = len(desk.owned.state.token_ids)
+        state = desk.owned.state
+        count, attempt = len(state.token_ids), state.attempt
+        epoch = WORKER_EPOCH + attempt - 1  # another life for each attempt
         match step:
             case "dispatch":
-                actions = desk.dispatched()
+                actions = desk.dispatched(epoch, attempt)
             case "tokens":
-                actions = desk.tokens(count, b"ab")
+                actions = desk.tokens(count, b"ab", epoch, attempt)
             case "gap":
-                actions = desk.tokens(count + 3, b"ab")
+                actions = desk.tokens(count + 3, b"ab", epoch, attempt)
+            case "late tokens" if attempt > 1:
+                actions = desk.tokens(count, b"zz", epoch - 1, attempt - 1)
             case "stray":
-                actions = desk.tokens(0, b"zz", epoch=99)
+                actions = desk.tokens(0, b"zz", 99, attempt)
             case "complete":
-                actions = desk.complete(count, "length")
-            case "error":
-                actions = desk.complete(count, "error")
+                actions = desk.complete(count, "length", epoch, attempt)
+            case "error" | "cancelled":
+                actions = desk.complete(count, step, epoch, attempt)
             case "reject":
-                actions = desk.owner.on_record(Rejected(RID, 1, 429, "limit", ""), desk.time)
+                actions = desk.owner.on_record(Rejected(RID, attempt, 429, "limit", ""), desk.time)
             case "left":
-                desk.view.on_event(Left("worker", 0, WORKER_EPOCH, "signal 9"), 90)
+                desk.view.on_event(Left("worker", 0, epoch, "signal 9"), 90)
                 actions = []
             case "abandon":
                 actions = desk.owner.abandon(desk.owned, "disconnected")
@@ -375,13 +488,15 @@ def test_whatever_happens_the_client_hears_one_end_and_the_bill_is_the_fold(step
             case "late":  # nothing ever answers: the client's time is over, then the cancel's
                 late = desk.owned.request.accepted_at + desk.owned.request.end_ms
                 actions = desk.owner.tick(desk.view, late, 0.0) + desk.pass_ms(31_000)
-            case "read_back" if said:
-                actions = desk.owner.on_record(said[0], desk.time)
+            case "read_back" if unread:
+                actions = desk.owner.on_record(unread.popleft(), desk.time)
             case "time":
                 actions = desk.pass_ms(300)
             case _:
                 continue
-        said += [a.record for a in actions if isinstance(a, Reply)]
+        replies = [a.record for a in actions if isinstance(a, Reply)]
+        said += replies
+        unread += replies
         rows = [a.record for a in actions if isinstance(a, Bill)]
         bills += rows
         assert all(row.output_tokens == count for row in rows)
@@ -390,7 +505,8 @@ def test_whatever_happens_the_client_hears_one_end_and_the_bill_is_the_fold(step
         elif desk.reader.end is not None:
             delivered_at_end = len(desk.reader.token_ids)
     assert desk.owner.open == {}
-    assert len(said) <= 1
+    assert [type(record) for record in said].count(Failed) <= 1
+    assert [record.attempt for record in said if isinstance(record, Retry)] in ([], [2], [2, 3], [2, 3, 4])
     assert len(bills) <= 1
     assert abandoned or desk.reader.end is not None
     if delivered_at_end is not None:
