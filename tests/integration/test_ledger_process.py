@@ -284,7 +284,7 @@ async def test_the_three_shapes_and_bad_records(
     by_id: dict[str | None, Any] = {answer["custom_id"]: answer for answer in found}
 
     assert [answer["text"] for answer in found if answer["custom_id"] == "gen"] == ["abcde"] * 2
-    assert by_id["gen"]["usage"] == {"input_tokens": 3, "output_tokens": 5}
+    assert by_id["gen"]["usage"] == {"input_tokens": 3, "cached_tokens": 0, "output_tokens": 5}
     assert by_id["gen"]["stop_reason"] == "length"
     assert by_id["gen"]["error"] is None
     response = by_id["line"]["response"]

@@ -59,8 +59,9 @@ def burst(vocab_size: int) -> list[Request]:
 def test_the_profiled_steps_are_at_the_limits() -> None:
     prompts, decodes = worst_batches(CONFIG, 1000)
     assert prompts.total_num_scheduled_tokens == CONFIG.max_num_batched_tokens
+    assert len(prompts.scheduled) == CONFIG.max_num_seqs
+    assert len(decodes.scheduled) == CONFIG.max_num_seqs + 1, "the canary's seat"
     for batch in (prompts, decodes):
-        assert len(batch.scheduled) == CONFIG.max_num_seqs
         assert all(sequence.samples for sequence in batch.scheduled)
 
 
