@@ -35,7 +35,7 @@ class StackConfig:
     kafka_port: int = 0
     gateway_port: int = 0
     sql_port: int = 0
-    start_timeout: float = 120.0
+    start_timeout: float = 300.0
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from schemas.priority import PriorityClass
 from schemas.records import ClassLimits
 
 T = TypeVar("T")
-CALL_TIMEOUT_S = 180.0
+CALL_TIMEOUT_S = 360.0
 TENANT = "acme"
 
 
