@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-BLOCK = 32
+from kernels.block_int8_tiles import BLOCK
+
 # So many steps is a block's largest value: in int8 and Q8_0, and in Q5_0 (of Q4_0 it is 8: half steps then).
 # What was stored in such steps is found again, and nothing is lost.
 _FINE_STEPS, _COARSE_STEPS = 127, 16
