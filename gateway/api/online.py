@@ -51,21 +51,19 @@ async def serve(
         return prepare(body, serving.models)
 
     tenant, prepared = await read(serving, exchange, parse)
-    request = _request(serving, exchange, tenant, prepared)
-    reader = _reader(serving, exchange, prepared, request)
+    request = new_request(serving, exchange, tenant, prepared)
+    reader = new_reader(serving, exchange, prepared, request)
     if prepared.sampling.logprobs is not None:
         reader.told = ToldTokens(prepared.model.tokenizer)
-    traceparent = exchange.headers.get(TRACEPARENT.encode(), b"")
-    trace = traceparent.decode() if _TRACEPARENT.fullmatch(traceparent) else None
     detach = detach_ms(exchange.headers, serving.config.max_detach_s)
     exchange.extra_headers.append((STREAM_HEADER, serving.public_id(request).encode()))
-    owned = serving.owner.accept(request, reader, trace)
+    owned = serving.owner.accept(request, reader, traceparent(exchange))
     owned.detach_ms = detach
     serving.accepted(owned, reader)
     gone = asyncio.create_task(watch(exchange, reader))
     reason = DISCONNECTED
     try:
-        await _send(serving, owned)
+        await send(serving, owned)
         if isinstance(reader, StreamReader):
             await write_events(exchange, reader, lambda: make_frames(owned, reader, prepared))
         else:
@@ -79,7 +77,14 @@ async def serve(
         serving.finished(owned, reader, reason, exchange.elapsed_s)
 
 
-def _request(serving: Serving, exchange: Exchange, tenant: Tenant, prepared: Prepared) -> InferenceRequest:
+def traceparent(exchange: Exchange) -> str | None:
+    """The client's trace context (W3C), None where it sent none that can be used."""
+    value = exchange.headers.get(TRACEPARENT.encode(), b"")
+    return value.decode() if _TRACEPARENT.fullmatch(value) else None
+
+
+def new_request(serving: Serving, exchange: Exchange, tenant: Tenant, prepared: Prepared) -> InferenceRequest:
+    """The first attempt. Raises ApiError 403 for a class above the tenant's tier."""
     priority = PriorityClass(tenant.tier) if prepared.priority is None else prepared.priority
     if priority < tenant.tier:
         allowed = PriorityClass(tenant.tier).label
@@ -105,7 +110,8 @@ def _request(serving: Serving, exchange: Exchange, tenant: Tenant, prepared: Pre
     )
 
 
-def _reader(serving: Serving, exchange: Exchange, prepared: Prepared, request: InferenceRequest) -> Reader:
+def new_reader(serving: Serving, exchange: Exchange, prepared: Prepared, request: InferenceRequest) -> Reader:
+    """Who waits for the answer: a StreamReader, or a WholeReader where the body wants no stream."""
     timing = serving.metrics.timings[PriorityClass(request.priority)]
     if not prepared.stream:
         return WholeReader(request.model, timing, exchange.started_at)
@@ -123,7 +129,8 @@ def _reader(serving: Serving, exchange: Exchange, prepared: Prepared, request: I
     )
 
 
-async def _send(serving: Serving, owned: OwnedRequest) -> None:
+async def send(serving: Serving, owned: OwnedRequest) -> None:
+    """Returns when the broker has the request. Raises ApiError 503."""
     try:
         offset = await serving.outbox.send_request(owned, serving.config.ack_timeout_s)
     except (TimeoutError, KafkaError) as e:
