@@ -17,7 +17,7 @@ class OwnedRequest:
     `offset`, `sign_clock` when the last sign of the run (of broker time `sign_at`) was seen. `reader` is
     the client, None when nobody waits any more; `cancelled` says why the work was stopped. `detach_ms`: how
     long it goes on when nobody reads, `unread_clock`: since when nobody does. `retrying`, `failing`: a
-    Retry, a Failed is on its way to the log.
+    Retry, a Failed is on its way to the log. `over`: the log says the end.
     """
 
     request: InferenceRequest
@@ -36,6 +36,7 @@ class OwnedRequest:
     unread_clock: int | None = None
     retrying: bool = False
     failing: bool = False
+    over: bool = False
     stray_cancels: dict[Run, int] = field(default_factory=dict)
 
     def begin_attempt(self) -> None:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from gateway.actions import Action, Bill, Cancel, Reply, SendRequest
 from gateway.metrics import Timing
 from gateway.owned_request import OwnedRequest
-from gateway.owner import Owner, reply_partition, reply_partitions, should_send_again
+from gateway.owner import Owner, reply_partition, reply_partitions
 from gateway.reader import WholeReader
+from gateway.resend import should_send_again
 from schemas import topics
 from schemas.api.errors import ApiError
 from schemas.fleet import FleetView

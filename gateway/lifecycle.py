@@ -1,0 +1,182 @@
+"""What becomes of one request that this gateway owns: lost, retried, cancelled, failed, ended. Pure.
+
+It acts on its own `Retry` and `Failed` only after reading them back, so a Completion that came first wins.
+"""
+
+from collections.abc import Mapping
+
+from gateway.actions import Action, Reply, SendRequest
+from gateway.attendance import abandoned
+from gateway.ends import error_of
+from gateway.owned_request import OwnedRequest
+from gateway.resend import MAX_RESENDS, should_send_again
+from schemas.api.errors import ApiError
+from schemas.fleet import LEFT_CANARY_FAILED, FleetView
+from schemas.records import Completion, Failed, PartitionStatus, Rejected, Retry
+from schemas.stream_state import RETRYABLE_FINISHES, Effect, Run
+
+NO_SIGN_MS = 3_000
+MAX_RETRIES = 3
+_STRAY_CANCEL_MS = 1_000
+_LEFT_WRONG = f"left: {LEFT_CANARY_FAILED}"
+
+
+class Lifecycle:
+    """Decides; every method returns the actions to take, in order, or adds them to `actions`.
+
+    `clock` is the log's (ms), as of the last tick.
+    """
+
+    def __init__(self, epoch: int, cancel_timeout_ms: int) -> None:
+        self.epoch = epoch
+        self.clock = 0
+        self._cancel_timeout_ms = cancel_timeout_ms
+
+    def cancel(self, owned: OwnedRequest, reason: str) -> list[Action]:
+        """Stops the work. Who reads is told when the log says the end."""
+        if owned.cancelled is not None or owned.over:
+            return []
+        owned.cancelled, owned.cancelled_clock = reason, self.clock
+        return [owned.cancellation(reason)]
+
+    def abandon(self, owned: OwnedRequest, reason: str) -> list[Action]:
+        """The client is gone, or was given up: stop the work. The state stays until the log says the end."""
+        owned.reader = None
+        return self.cancel(owned, reason)
+
+    def check(
+        self, owned: OwnedRequest, view: FleetView, admission: Mapping[int, PartitionStatus], now_ms: int
+    ) -> list[Action]:
+        request, run = owned.request, owned.state.run
+        if owned.cancelled is not None:
+            if self.clock - owned.cancelled_clock >= self._cancel_timeout_ms:
+                return self._fail(owned, "cancelled", "cancelled; its end did not come in time")
+        elif now_ms - request.accepted_at >= request.end_ms:
+            if owned.reader is not None:
+                message = f"not finished within {request.end_ms / 1000:g} s"
+                owned.reader.on_end(ApiError(504, "deadline_exceeded", message))
+            return self.abandon(owned, "deadline_exceeded")
+        elif abandoned(owned, view, self.clock):
+            return self.abandon(owned, "disconnected")
+        if run is not None:
+            return self._check_run(owned, run, view)
+        status = admission.get(owned.partition)
+        if status is None or owned.offset is None or owned.cancelled is not None:
+            return []
+        if owned.read_clock is None and status.read_offset > owned.offset:
+            owned.read_clock = self.clock
+        since_read = 0 if owned.read_clock is None else self.clock - owned.read_clock
+        if not should_send_again(owned.offset, owned.state.requests_offset, status, since_read):
+            return []
+        if owned.resends >= MAX_RESENDS:
+            return self._fail(
+                owned, "no_answer", "the request was sent four times without an answer; try again"
+            )
+        owned.resends += 1
+        owned.offset = owned.read_clock = None
+        return [SendRequest(owned)]
+
+    def _check_run(self, owned: OwnedRequest, run: Run, view: FleetView) -> list[Action]:
+        if owned.sign_clock is None or owned.sign_at != owned.state.last_sign_at:
+            owned.sign_at, owned.sign_clock = owned.state.last_sign_at, self.clock
+        why = view.gone("worker", run.slot, run.epoch)
+        if why is None and view.may_judge and self.clock - owned.sign_clock >= NO_SIGN_MS:
+            why = "gives no sign of this request"
+        if why is None:
+            return []
+        message = f"the worker that ran this request was lost ({why})"
+        if why == _LEFT_WRONG and owned.state.token_ids:
+            # What was told may be wrong already: nothing is built on it.
+            return self._fail(owned, "worker_lost", message)
+        return self._lose(owned, "worker_lost", message)
+
+    def on_effect(
+        self,
+        owned: OwnedRequest,
+        effect: Effect,
+        run: Run | None,
+        attempt: int,
+        timestamp_ms: int,
+        actions: list[Action],
+    ) -> None:
+        match effect:
+            case Effect.BOUND:
+                if owned.reader is not None:
+                    owned.reader.on_bound(owned.state.model)
+            case Effect.GAP:
+                actions += self._lose(owned, "output_gap", "a part of the output was lost")
+            case Effect.RETRIED:
+                self._on_retried(owned, actions)
+            case Effect.STRAY:
+                assert run is not None
+                self.cancel_stray(owned, run, attempt, actions)
+            case Effect.ENDED:
+                self._on_end(owned, timestamp_ms, actions)
+
+    def _on_end(self, owned: OwnedRequest, timestamp_ms: int, actions: list[Action]) -> None:
+        end = owned.state.end
+        match end:
+            case Completion():
+                if end.finish_reason in RETRYABLE_FINISHES and (owned.retrying or owned.cancelled is None):
+                    # Only the attempt is over.
+                    text = end.message or "the worker cancelled this request"
+                    if end.finish_reason == "error":
+                        actions += self._fail(owned, "engine_error", text)
+                    else:
+                        actions += self._lose(owned, "worker_cancelled", text)
+                    return
+                if owned.state.strays:
+                    actions.append(owned.sealed_usage(end.finish_reason, timestamp_ms, end.cached_tokens))
+                if owned.reader is not None:
+                    owned.reader.on_end(end)
+            case Rejected():
+                if end.status == 499 or owned.state.strays or owned.state.attempt > 1:
+                    actions.append(
+                        owned.sealed_usage("cancelled" if end.status == 499 else "error", timestamp_ms)
+                    )
+                if owned.reader is not None:
+                    owned.reader.on_end(error_of(end))
+            case Failed():
+                actions.append(
+                    owned.sealed_usage("cancelled" if end.code == "cancelled" else "error", timestamp_ms)
+                )
+                if owned.reader is not None:
+                    owned.reader.on_end(error_of(end))
+        owned.over = True
+
+    def cancel_stray(self, owned: OwnedRequest, run: Run, attempt: int, actions: list[Action]) -> None:
+        last = owned.stray_cancels.get(run)
+        if last is not None and self.clock - last < _STRAY_CANCEL_MS:
+            return
+        owned.stray_cancels[run] = self.clock
+        actions.append(owned.stray_cancellation(run, attempt))
+
+    def _lose(self, owned: OwnedRequest, code: str, message: str) -> list[Action]:
+        """The attempt is over, the request is not: another one goes on where it stopped, if it may."""
+        if owned.retrying or owned.failing:
+            return []
+        request, attempt = owned.request, owned.state.attempt
+        if owned.cancelled is not None or attempt > MAX_RETRIES:
+            return self._fail(owned, code, message)
+        owned.retrying = True
+        retry = Retry(request.request_id, attempt + 1, self.epoch, code)
+        return [Reply(retry, request.reply_partition), owned.cancellation(code)]
+
+    def _on_retried(self, owned: OwnedRequest, actions: list[Action]) -> None:
+        owned.retrying = False
+        if owned.cancelled is not None:
+            actions += self._fail(owned, "cancelled", "cancelled while another attempt was to begin")
+            return
+        owned.begin_attempt()
+        actions.append(SendRequest(owned))
+
+    def _fail(self, owned: OwnedRequest, code: str, message: str) -> list[Action]:
+        """Says the end. It is one when it is read back and nothing else was first."""
+        if owned.failing or owned.retrying:
+            return []
+        owned.failing = True
+        if owned.cancelled is not None:
+            code = "cancelled"
+        request, state = owned.request, owned.state
+        failed = Failed(request.request_id, state.attempt, self.epoch, code, message)
+        return [Reply(failed, request.reply_partition), owned.cancellation(code)]
