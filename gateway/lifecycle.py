@@ -11,14 +11,15 @@ from gateway.ends import error_of
 from gateway.owned_request import OwnedRequest
 from gateway.resend import MAX_RESENDS, should_send_again
 from schemas.api.errors import ApiError
-from schemas.fleet import LEFT_CANARY_FAILED, FleetView
+from schemas.fleet import FleetView
 from schemas.records import Completion, Failed, PartitionStatus, Rejected, Retry
 from schemas.stream_state import RETRYABLE_FINISHES, Effect, Run
 
 NO_SIGN_MS = 3_000
+STALLED_MS = 500  # some heartbeats: a worker gets over a step that lasts a little too long
 MAX_RETRIES = 3
+ENGINE_FAULT = "engine_fault"
 _STRAY_CANCEL_MS = 1_000
-_LEFT_WRONG = f"left: {LEFT_CANARY_FAILED}"
 
 
 class Lifecycle:
@@ -79,16 +80,24 @@ class Lifecycle:
     def _check_run(self, owned: OwnedRequest, run: Run, view: FleetView) -> list[Action]:
         if owned.sign_clock is None or owned.sign_at != owned.state.last_sign_at:
             owned.sign_at, owned.sign_clock = owned.state.last_sign_at, self.clock
+        if view.computes_wrong(run.slot, run.epoch):
+            message = "the worker that ran this request computed wrong tokens"
+            if len(owned.state.token_ids) > owned.state.num_carried:
+                # What was told may be wrong already: nothing is built on it, and nobody pays for it.
+                return self._fail(owned, ENGINE_FAULT, message)
+            return self._lose(owned, ENGINE_FAULT, message)
+        if not view.stalled(run.slot, run.epoch):
+            owned.stalled_clock = None
+        elif owned.stalled_clock is None:
+            owned.stalled_clock = self.clock
+        elif self.clock - owned.stalled_clock >= STALLED_MS:
+            return self._lose(owned, "engine_stalled", "the engine that ran this request stands still")
         why = view.gone("worker", run.slot, run.epoch)
         if why is None and view.may_judge and self.clock - owned.sign_clock >= NO_SIGN_MS:
             why = "gives no sign of this request"
         if why is None:
             return []
-        message = f"the worker that ran this request was lost ({why})"
-        if why == _LEFT_WRONG and owned.state.token_ids:
-            # What was told may be wrong already: nothing is built on it.
-            return self._fail(owned, "worker_lost", message)
-        return self._lose(owned, "worker_lost", message)
+        return self._lose(owned, "worker_lost", f"the worker that ran this request was lost ({why})")
 
     def on_effect(
         self,
@@ -137,9 +146,10 @@ class Lifecycle:
                 if owned.reader is not None:
                     owned.reader.on_end(error_of(end))
             case Failed():
-                actions.append(
-                    owned.sealed_usage("cancelled" if end.code == "cancelled" else "error", timestamp_ms)
-                )
+                reason = "cancelled" if end.code == "cancelled" else "error"
+                billed = end.code != ENGINE_FAULT
+                actions.append(owned.cancellation(end.code))
+                actions.append(owned.sealed_usage(reason, timestamp_ms, billed=billed))
                 if owned.reader is not None:
                     owned.reader.on_end(error_of(end))
         owned.over = True
@@ -158,12 +168,13 @@ class Lifecycle:
         request, attempt = owned.request, owned.state.attempt
         if owned.cancelled is not None or attempt > MAX_RETRIES:
             return self._fail(owned, code, message)
-        owned.retrying = True
-        retry = Retry(request.request_id, attempt + 1, self.epoch, code)
-        return [Reply(retry, request.reply_partition), owned.cancellation(code)]
+        owned.retrying = code
+        return [Reply(Retry(request.request_id, attempt + 1, self.epoch, code), request.reply_partition)]
 
     def _on_retried(self, owned: OwnedRequest, actions: list[Action]) -> None:
-        owned.retrying = False
+        code, owned.retrying = owned.retrying or "", None
+        # A run that only seemed lost goes on for nobody.
+        actions.append(owned.earlier_cancellation(code))
         if owned.cancelled is not None:
             actions += self._fail(owned, "cancelled", "cancelled while another attempt was to begin")
             return
@@ -179,4 +190,4 @@ class Lifecycle:
             code = "cancelled"
         request, state = owned.request, owned.state
         failed = Failed(request.request_id, state.attempt, self.epoch, code, message)
-        return [Reply(failed, request.reply_partition), owned.cancellation(code)]
+        return [Reply(failed, request.reply_partition)]

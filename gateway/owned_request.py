@@ -14,10 +14,11 @@ class OwnedRequest:
 
     `offset` is where the newest record of the request lies, None while that is not acked. `*_clock` are
     milliseconds of the log's clock: `read_clock` when admission's read offset was first seen above
-    `offset`, `sign_clock` when the last sign of the run (of broker time `sign_at`) was seen. `reader` is
-    the client, None when nobody waits any more; `cancelled` says why the work was stopped. `detach_ms`: how
-    long it goes on when nobody reads, `unread_clock`: since when nobody does. `retrying`, `failing`: a
-    Retry, a Failed is on its way to the log. `over`: the log says the end.
+    `offset`, `sign_clock` when the last sign of the run (of broker time `sign_at`) was seen, `stalled_clock`
+    when it first said that its engine stands still. `reader` is the client, None when nobody waits any more;
+    `cancelled` says why the work was stopped. `detach_ms`: how long it goes on when nobody reads,
+    `unread_clock`: since when nobody does. `retrying` is why a Retry, `failing` whether a Failed is on its
+    way to the log. `over`: the log says the end.
     """
 
     request: InferenceRequest
@@ -30,11 +31,12 @@ class OwnedRequest:
     read_clock: int | None = None
     sign_at: int = 0
     sign_clock: int | None = None
+    stalled_clock: int | None = None
     cancelled: str | None = None
     cancelled_clock: int = 0
     detach_ms: int = 0
     unread_clock: int | None = None
-    retrying: bool = False
+    retrying: str | None = None
     failing: bool = False
     over: bool = False
     stray_cancels: dict[Run, int] = field(default_factory=dict)
@@ -43,21 +45,27 @@ class OwnedRequest:
         """The next attempt goes on behind the output tokens that count."""
         state = self.state
         self.request = replace(self.request, attempt=state.attempt, output_token_ids=list(state.token_ids))
-        self.offset = self.read_clock = self.sign_clock = None
+        self.offset = self.read_clock = self.sign_clock = self.stalled_clock = None
         self.resends = 0
 
     def cancellation(self, reason: str) -> Cancel:
         """Stops all attempts so far; while no run is bound, admission has to hear of it too."""
-        return self._cancel(reason, self.state.attempt, None)
+        return self._cancel(reason, self.state.attempt, None, may_wait=self.state.run is None)
+
+    def earlier_cancellation(self, reason: str) -> Cancel:
+        """Stops the attempts before this one."""
+        return self._cancel(reason, self.state.attempt - 1, None, may_wait=False)
 
     def stray_cancellation(self, run: Run, attempt: int) -> Cancel:
         """Stops one run that is not, or no longer, the bound one."""
-        return self._cancel("stray", attempt, run)
+        return self._cancel("stray", attempt, run, may_wait=False)
 
-    def sealed_usage(self, finish_reason: str, ended_at: int, cached_tokens: int = 0) -> Bill:
+    def sealed_usage(
+        self, finish_reason: str, ended_at: int, cached_tokens: int = 0, *, billed: bool = True
+    ) -> Bill:
         """What is true by the fold. A request that never had a run costs nothing, its prompt neither."""
         request, run = self.request, self.state.run
-        has_run = run is not None or self.state.attempt > 1
+        has_run = billed and (run is not None or self.state.attempt > 1)
         usage = Usage(
             request_id=request.request_id,
             attempt=self.state.attempt,
@@ -67,7 +75,7 @@ class OwnedRequest:
             model=self.state.model or request.model,
             input_tokens=len(request.prompt_token_ids) if has_run else 0,
             cached_tokens=cached_tokens,
-            output_tokens=len(self.state.token_ids),
+            output_tokens=len(self.state.token_ids) if billed else 0,
             finish_reason=finish_reason,
             accepted_at=request.accepted_at,
             ended_at=ended_at,
@@ -76,7 +84,7 @@ class OwnedRequest:
         )
         return Bill(usage, self.partition)
 
-    def _cancel(self, reason: str, attempt: int, run: Run | None) -> Cancel:
+    def _cancel(self, reason: str, attempt: int, run: Run | None, *, may_wait: bool) -> Cancel:
         record = Cancellation(
             request_id=self.request.request_id,
             attempt=attempt,
@@ -85,4 +93,4 @@ class OwnedRequest:
             slot=None if run is None else run.slot,
             epoch=None if run is None else run.epoch,
         )
-        return Cancel(record, self.partition, run is None and self.state.run is None)
+        return Cancel(record, self.partition, behind_request=may_wait)

@@ -11,6 +11,7 @@ from gateway.lifecycle import Lifecycle
 from gateway.owned_request import OwnedRequest
 from gateway.reader import Reader
 from gateway.resend import admission_status
+from gateway.suspicion import excluded_slots
 from schemas import topics
 from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
@@ -45,6 +46,7 @@ class Owner:
         self.open: dict[bytes, OwnedRequest] = {}
         self._shards = shards
         self._life = Lifecycle(epoch, cancel_timeout_ms)
+        self._view = FleetView()
         self._ended: dict[bytes, OwnedRequest] = {}
         self._ended_order: deque[tuple[int, bytes]] = deque()
 
@@ -139,7 +141,7 @@ class Owner:
 
     def tick(self, view: FleetView, now_ms: int, now: float) -> list[Action]:
         """Ten times a second: all that goes by time. `now_ms`: ms of the epoch; `now`: monotonic seconds."""
-        self._life.clock = view.clock.now_ms
+        self._view, self._life.clock = view, view.clock.now_ms
         while self._ended_order and self._life.clock - self._ended_order[0][0] >= _ENDED_KEPT_MS:
             self._ended.pop(self._ended_order.popleft()[1], None)
         actions: list[Action] = []
@@ -163,6 +165,8 @@ class Owner:
         actions: list[Action],
     ) -> None:
         self._life.on_effect(owned, effect, run, attempt, timestamp_ms, actions)
+        if effect is Effect.RETRIED:
+            owned.request.excluded_slots = excluded_slots(owned, self.open.values(), self._view)
         if owned.over and owned.request.request_id in self.open:
             self._forget(owned)
 

@@ -142,6 +142,22 @@ class FleetView:
             return "silent"
         return None
 
+    def computes_wrong(self, slot: int, epoch: int) -> bool:
+        """Whether that run's canary failed, by its own word: nothing that it gave can be relied on."""
+        member = self._members.get(("worker", slot))
+        if member is None or member.epoch != epoch:
+            return False
+        return member.left == LEFT_CANARY_FAILED or _canary(member) == CanaryStatus.FAILED
+
+    def stalled(self, slot: int, epoch: int) -> bool:
+        """Whether that run says that a step lasts too long. It may get over it."""
+        member = self._members.get(("worker", slot))
+        return (
+            member is not None
+            and member.epoch == epoch
+            and (_canary(member) == CanaryStatus.ENGINE_STALLED or member.left == LEFT_ENGINE_STALLED)
+        )
+
     def live(self, role: str) -> list[Member]:
         """Members that heartbeat and are not gone, by slot."""
         return [
@@ -154,6 +170,11 @@ class FleetView:
         """The highest epoch seen in a slot."""
         member = self._members.get((role, slot))
         return None if member is None else member.epoch
+
+
+def _canary(member: Member) -> str | None:
+    status = None if member.heartbeat is None else member.heartbeat.worker
+    return None if status is None else status.canary
 
 
 class Producer(Protocol):

@@ -65,7 +65,8 @@ class StreamState:
     """State of one request. `token_ids` are the output tokens that count: what is delivered and billed.
 
     `owner_epoch` is None until a record names the owner. `last_sign_at` is the broker time (ms) of the
-    last record from the bound run.
+    last record from the bound run. Of earlier attempts: `num_carried` output tokens count, and `lost` are
+    the runs that were bound.
     """
 
     request_id: bytes
@@ -79,6 +80,8 @@ class StreamState:
     gap: Gap | None = None
     end: Completion | Rejected | Failed | None = None
     strays: set[Run] = field(default_factory=set)
+    lost: list[Run] = field(default_factory=list)
+    num_carried: int = 0
     readers: dict[tuple[int, int], int] = field(default_factory=dict)
     detach_ms: int = 0
     last_sign_at: int = 0
@@ -197,6 +200,9 @@ class StreamState:
         if record.attempt != self.attempt + 1 or not self.may_retry or not self._is_owner(record.owner_epoch):
             return Effect.IGNORED
         self.attempt = record.attempt
+        self.num_carried = len(self.token_ids)
+        if self.run is not None:
+            self.lost.append(self.run)
         self.run = self.gap = self.end = self.finish_reason = self.requests_offset = None
         return Effect.RETRIED
 

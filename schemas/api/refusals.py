@@ -61,6 +61,8 @@ REFUSALS = (
     RefusalKind(500, "engine_error", "the engine failed at this request"),
     RefusalKind(502, "worker_lost", "the worker died, and no other could go on"),
     RefusalKind(502, "worker_cancelled", "the worker gave the request up"),
+    RefusalKind(502, "engine_stalled", "the engine stood still, and no other could go on"),
+    RefusalKind(502, "engine_fault", "the worker was found to compute wrong tokens; nothing is billed"),
     RefusalKind(502, "output_gap", "a part of the output was lost"),
     RefusalKind(503, "starting", "this gateway is still starting"),
     RefusalKind(503, "draining", "this gateway is being stopped and takes nothing new"),

@@ -53,7 +53,16 @@ def test_the_table_knows_every_refusal_in_the_code(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["worker_lost", "worker_cancelled", "output_gap", "engine_error", "no_answer"]
+    "code",
+    [
+        "worker_lost",
+        "worker_cancelled",
+        "output_gap",
+        "engine_error",
+        "engine_stalled",
+        "engine_fault",
+        "no_answer",
+    ],
 )
 def test_the_table_has_the_status_of_each_failure(code: str) -> None:
     error = error_of(Failed(bytes(16), 1, 0, code, ""))

@@ -1,12 +1,14 @@
 """The owner's decisions, without Kafka and without a clock."""
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.actions import Action, Bill, Cancel, Reply, SendRequest
+from gateway.lifecycle import STALLED_MS
 from gateway.metrics import Timing
 from gateway.owned_request import OwnedRequest
 from gateway.owner import Owner, reply_partition, reply_partitions
@@ -28,7 +30,9 @@ from schemas.records import (
     TokenChunk,
     Tokens,
     Usage,
+    WorkerStatus,
 )
+from tests.fleet_driver import worker_status
 from tests.gateway_factories import EPOCH, SLOT, WORKER_EPOCH, inference_request
 
 RID = bytes(range(16))
@@ -46,6 +50,7 @@ class Desk:
         self.owned: OwnedRequest = self.owner.accept(inference_request(RID), self.reader)
         self.owner.on_sent(self.owned, 100)
         self.status = PartitionStatus(self.owned.partition, 0, 0, [])
+        self.worker: WorkerStatus | None = None
         self.silent: set[str] = set()
         self.time = 1_000_000
 
@@ -61,7 +66,8 @@ class Desk:
             ):
                 if role not in self.silent:
                     partitions = [self.status] if role == "admission" else []
-                    beat = Heartbeat(role, slot, epoch, b"", partitions=partitions)
+                    status = self.worker if role == "worker" else None
+                    beat = Heartbeat(role, slot, epoch, b"", worker=status, partitions=partitions)
                     self.view.on_heartbeat(beat, self.time)
             actions += self.owner.tick(self.view, NOW, 0.0)
         return actions
@@ -82,6 +88,11 @@ class Desk:
     ) -> list[Action]:
         record = Completion(RID, attempt, 0, epoch, 3, 1, count, reason, message="oh")
         return self.owner.on_record(record, self.time)
+
+    def worker_says(self, canary: str, epoch: int = WORKER_EPOCH) -> None:
+        status = replace(worker_status("simulated"), canary=canary)
+        self.view.on_heartbeat(Heartbeat("worker", 0, epoch, b"", worker=status), self.time)
+        self.worker = status
 
     def read_back(self, actions: list[Action]) -> list[Action]:
         (reply,) = (action for action in actions if isinstance(action, Reply))
@@ -140,11 +151,13 @@ def test_a_lost_worker_is_followed_by_another_attempt_once_that_is_read_back(why
         desk.silent.add("worker")
     actions = desk.pass_ms(1_500)
     assert (retry(actions).attempt, retry(actions).owner_epoch) == (2, EPOCH)
-    (cancel,) = (a.record for a in actions if isinstance(a, Cancel))
-    assert (cancel.reason, cancel.attempt) == ("worker_lost", 1)
+    assert len(actions) == 1  # nothing is done before the log has it
     assert desk.pass_ms(1_000) == []
     assert desk.owned.request.attempt == 1
-    (sent,) = desk.read_back(actions)
+    cancel, sent = desk.read_back(actions)
+    assert isinstance(cancel, Cancel)
+    assert (cancel.record.reason, cancel.record.attempt) == ("worker_lost", 1)
+    assert not cancel.behind_request
     assert sent == SendRequest(desk.owned)
     request = desk.owned.request
     assert (request.attempt, bytes(request.output_token_ids)) == (2, b"ab")
@@ -186,7 +199,7 @@ def test_the_fourth_attempt_is_the_last() -> None:
         actions = desk.owner.tick(desk.view, NOW, 0.0)
         if attempt < 4:
             assert retry(actions).attempt == attempt + 1
-            assert desk.read_back(actions) == [SendRequest(desk.owned)]
+            assert desk.read_back(actions)[1:] == [SendRequest(desk.owned)]
     assert failure(actions).code == "worker_lost"
     assert not desk.answered
     usage = bill(desk.read_back(actions))
@@ -204,9 +217,68 @@ def test_what_a_worker_that_computes_wrong_has_told_is_not_built_on() -> None:
         desk.view.on_event(Left("worker", 0, WORKER_EPOCH, "canary_failed"), 90)
         actions = desk.pass_ms(300)
         if told:
-            assert failure(actions).code == "worker_lost"
+            assert failure(actions).code == "engine_fault"
+            usage = bill(desk.read_back(actions))
+            assert (usage.sealed, usage.input_tokens, usage.output_tokens) == (True, 0, 0)
+            assert isinstance(desk.reader.end, ApiError)
+            assert (desk.reader.end.status, desk.reader.end.code) == (502, "engine_fault")
         else:
             assert retry(actions).attempt == 2
+
+
+def test_what_a_healthy_worker_told_outlives_one_that_computes_wrong() -> None:
+    desk = Desk()
+    desk.dispatched()
+    desk.tokens(0, b"ab")
+    desk.read_back(desk.complete(2, "cancelled"))
+    desk.dispatched(WORKER_EPOCH + 1, attempt=2)
+    desk.worker_says("failed", WORKER_EPOCH + 1)
+    assert retry(desk.owner.tick(desk.view, NOW, 0.0)).reason == "engine_fault"
+
+
+def test_a_step_that_lasts_a_little_too_long_is_forgiven_and_one_that_does_not_end_is_not() -> None:
+    desk = Desk()
+    desk.dispatched()
+    desk.tokens(0, b"ab")
+    desk.pass_ms(100)
+    for canary in ("engine_stalled", "ok", "engine_stalled"):
+        desk.worker_says(canary)
+        assert desk.pass_ms(STALLED_MS) == []
+    actions = desk.pass_ms(100)
+    assert retry(actions).reason == "engine_stalled"
+    cancel, _ = desk.read_back(actions)
+    assert isinstance(cancel, Cancel)
+    assert (cancel.record.reason, cancel.record.attempt) == ("engine_stalled", 1)
+    # It gets over it: what it says then is a stray's.
+    desk.worker_says("ok")
+    (stray,) = desk.tokens(2, b"zz")
+    assert isinstance(stray, Cancel)
+    assert (stray.record.reason, stray.record.epoch) == ("stray", WORKER_EPOCH)
+    assert bytes(desk.owned.request.output_token_ids) == b"ab"
+
+
+@pytest.mark.parametrize("others", [[], [2]])
+def test_requests_that_workers_die_of_are_kept_apart_where_there_is_another_worker(others: list[int]) -> None:
+    desk = Desk()
+    ids = [RID, bytes(16)]
+    desk.owner.accept(inference_request(ids[1]), desk.reader)
+    live = [WORKER_EPOCH + 9, *others]
+    for slot, epoch in enumerate(live):
+        beat = Heartbeat("worker", slot, epoch, b"", worker=worker_status("simulated"))
+        desk.view.on_heartbeat(beat, desk.time)
+    desk.owner.tick(desk.view, NOW, 0.0)
+    for request_id in ids:
+        for attempt in (1, 2):
+            lost = Dispatched(request_id, attempt, EPOCH, 0, WORKER_EPOCH + attempt, "simulated")
+            desk.owner.on_record(lost, desk.time)
+            if attempt == 1:
+                desk.owner.on_record(Retry(request_id, 2, EPOCH, "worker_lost"), desk.time)
+    first, second = (desk.owner.open[request_id] for request_id in ids)
+    desk.owner.on_record(Retry(ids[0], 3, EPOCH, "worker_lost"), desk.time)
+    assert first.request.excluded_slots == []  # the other has lost one run only
+    desk.owner.on_record(Dispatched(ids[0], 3, EPOCH, 0, live[0], "simulated"), desk.time)
+    desk.owner.on_record(Retry(ids[1], 3, EPOCH, "worker_lost"), desk.time)
+    assert second.request.excluded_slots == ([0] if others else [])
 
 
 def test_a_retry_that_is_refused_ends_the_request_with_its_bill() -> None:
@@ -281,7 +353,7 @@ def test_a_cancel_that_nobody_asked_for_is_followed_by_another_attempt() -> None
     desk.dispatched()
     actions = desk.complete(0, "cancelled")
     assert retry(actions).reason == "worker_cancelled"
-    assert desk.read_back(actions) == [SendRequest(desk.owned)]
+    assert desk.read_back(actions)[1:] == [SendRequest(desk.owned)]
 
 
 def test_a_gap_is_followed_by_another_attempt() -> None:
@@ -501,6 +573,8 @@ def test_whatever_happens_the_client_hears_one_end_and_the_bill_is_the_fold(step
         rows = [a.record for a in actions if isinstance(a, Bill)]
         bills += rows
         assert all(row.output_tokens == count for row in rows)
+        if any(isinstance(a, SendRequest | Bill) for a in actions):
+            assert step in ("read_back", "complete", "error", "cancelled", "reject", "late")
         if before is not None:
             assert desk.reader.end is before
         elif desk.reader.end is not None:
