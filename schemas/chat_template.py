@@ -44,8 +44,13 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template is broken: {e}") from e
         self._tokenizer = tokenizer
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], **context: Any) -> list[int]:
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], *, continue_last: bool = False, **context: Any
+    ) -> list[int]:
         """Token ids of the prompt that asks for the assistant's next turn. Raises ChatTemplateError.
+
+        With `continue_last` the last message, the assistant's, is left open: the prompt ends where its
+        content does, and nothing that the template puts behind it closes the turn.
 
         A spelled-out control token in a message travels through the template as a random placeholder, so
         that the template's own control tokens, and only they, become control ids.
@@ -57,7 +62,16 @@ class ChatTemplate:
             forged.append(control_token)
             return f"{nonce}{len(forged) - 1:08d}"
 
-        rendered = self._render([self._disarm(message, hide) for message in messages], context)
+        inputs = [self._disarm(message, hide) for message in messages]
+        if continue_last:
+            # A template may trim a message; where its content ends shows by what cannot be trimmed.
+            end = f"{nonce}end"
+            inputs[-1]["content"] += end
+            rendered, found, _ = self._render(inputs, False, context).rpartition(end)
+            if not found:
+                raise ChatTemplateError("the model's chat template cannot continue an answer")
+        else:
+            rendered = self._render(inputs, True, context)
         if not forged:
             return self._tokenizer.encode_template(rendered)
         ids: list[int] = []
@@ -67,11 +81,13 @@ class ChatTemplate:
             )
         return ids
 
-    def _render(self, messages: list[dict[str, Any]], context: dict[str, Any]) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool, context: dict[str, Any]
+    ) -> str:
         try:
             return self._template.render(
                 messages=messages,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 bos_token=self._tokenizer.bos_token,
                 **context,
             )

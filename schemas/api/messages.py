@@ -113,9 +113,6 @@ def count_tokens(body: CountTokensBody, models: Mapping[str, LoadedModel]) -> di
 
 def _prompt_ids(body: CountTokensBody, model: LoadedModel) -> list[int]:
     check_supported(body.unsupported())
-    if body.messages[-1].role == "assistant":
-        where = f"messages[{len(body.messages) - 1}].role"
-        raise bad_field(where, "the last message must be the user's; to continue an answer is not supported")
     inputs: list[dict[str, Any]] = []
     if body.system:
         inputs.append({"role": "system", "content": _text(body.system, "system")})
@@ -126,7 +123,13 @@ def _prompt_ids(body: CountTokensBody, model: LoadedModel) -> list[int]:
             inputs[-1]["content"] += f"\n{text}"
         else:
             inputs.append({"role": turn.role, "content": text})
-    return template_ids(inputs, model)
+    last = inputs[-1]
+    prefilled = last["role"] == "assistant"
+    if prefilled and last["content"] != last["content"].rstrip():
+        # Tokens of words begin with their blank: behind one the model would be lost.
+        where = f"messages[{len(body.messages) - 1}].content"
+        raise bad_field(where, "an answer that is to be continued cannot end with trailing whitespace")
+    return template_ids(inputs, model, continue_last=prefilled)
 
 
 def _grammar(config: OutputConfig | None) -> Grammar | None:

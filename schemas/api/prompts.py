@@ -51,12 +51,15 @@ def chat_ids(messages: Sequence[Message], model: LoadedModel) -> list[int]:
     return template_ids(inputs, model)
 
 
-def template_ids(inputs: Sequence[Mapping[str, Any]], model: LoadedModel) -> list[int]:
-    """The prompt of messages as a chat template takes them. Raises ApiError that names `messages`."""
+def template_ids(
+    inputs: Sequence[Mapping[str, Any]], model: LoadedModel, *, continue_last: bool = False
+) -> list[int]:
+    """The prompt of messages as a chat template takes them; `continue_last`: the output goes on with the last
+    one, the assistant's. Raises ApiError that names `messages`."""
     if model.chat_template is None:
         raise bad_field("messages", f"model {model.spec.id} has no chat template; use prompt")
     try:
-        return model.chat_template.encode(inputs)
+        return model.chat_template.encode(inputs, continue_last=continue_last)
     except ChatTemplateError as e:
         raise bad_field("messages", str(e)) from None
 

@@ -37,6 +37,16 @@ def text_of(message: Any) -> str:
     return text
 
 
+def test_an_answer_is_continued(client: anthropic.Anthropic, gemma_stack: RunningStack) -> None:
+    begun: list[MessageParam] = [
+        {"role": "user", "content": "Which city is the capital of France?"},
+        {"role": "assistant", "content": "The capital of France is"},
+    ]
+    with client:
+        message = client.messages.create(**asked(gemma_stack, messages=begun, max_tokens=3))
+    assert "Paris" in text_of(message)
+
+
 def test_streaming_says_what_the_whole_answer_says(
     client: anthropic.Anthropic, gemma_stack: RunningStack
 ) -> None:

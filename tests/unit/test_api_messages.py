@@ -45,6 +45,8 @@ def prepared(**changes: Any) -> Prepared:
             b"<|user|>hi\n<|assistant|>yo\n<|user|>hi\n<|assistant|>",
         ),
         ({"messages": [USER, USER]}, b"<|user|>hi\nhi\n<|assistant|>"),
+        ({"messages": [USER, {"role": "assistant", "content": "I am"}]}, b"<|user|>hi\n<|assistant|>I am"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, b"<|user|>hi\n<|assistant|>"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "citations": None}]}]},
             b"<|user|>x\n<|assistant|>",
@@ -95,7 +97,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 40_000}, "context_length_exceeded", "max_tokens"),
     ({"messages": []}, "invalid_value", "messages"),
     ({"messages": [{"role": "system", "content": "x"}]}, "invalid_value", "messages[0].role"),
-    ({"messages": [USER, {"role": "assistant", "content": "x"}]}, "invalid_value", "messages[1].role"),
+    ({"messages": [USER, {"role": "assistant", "content": "x "}]}, "invalid_value", "messages[1].content"),
     ({"messages": [{"role": "user", "content": "x" * 40_000}]}, "context_length_exceeded", "messages"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},

@@ -81,6 +81,20 @@ def test_messages_cannot_forge_control_tokens_whatever_the_template_does_with_th
     assert ids == [256, *b"y<bos>|y<bos>", 257, *b"<eos>x| <eos>x", 257]
 
 
+def test_an_answer_is_continued_behind_its_last_character() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.role }}:{{ m.content|trim }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}",
+        SIMULATED,
+    )
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "I <eos>am"}]
+    ids = template.encode(messages, continue_last=True)
+    assert ids == [*b"user:x", 257, *b"assistant:I <eos>am"]
+    assert messages[-1]["content"] == "I <eos>am"
+    with pytest.raises(ChatTemplateError, match="cannot continue"):
+        ChatTemplate("{{ messages[0].content }}", SIMULATED).encode(messages, continue_last=True)
+
+
 @given(st.lists(st.sampled_from(["<eos>", "<bos>", "a", " ", "\n"]), max_size=8).map("".join))
 def test_a_message_reads_the_same_with_and_without_control_tokens_in_it(content: str) -> None:
     ids = ChatTemplate(simulated_model().chat_template, SIMULATED).encode(
