@@ -1,7 +1,7 @@
 """From a reader to the bytes of a stream's response."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from gateway import sse
@@ -11,10 +11,11 @@ from schemas.api.errors import ApiError
 from schemas.records import Completion
 
 
-async def watch(exchange: Exchange, reader: Reader) -> None:
-    """Tells `reader` when its client is gone. A task beside the one that writes."""
+async def watch(exchange: Exchange, *readers: Reader) -> None:
+    """Tells `readers` when their client is gone. A task beside the one that writes."""
     await exchange.disconnected()
-    reader.on_disconnect()
+    for reader in readers:
+        reader.on_disconnect()
 
 
 async def write_events(
@@ -24,24 +25,33 @@ async def write_events(
 
     Raises ApiError while nothing was sent, ClientGoneError for a client that left or does not read.
     """
-    # 1. Nothing is said before a run is bound, so that a refusal is a real status.
-    while not (reader.bound or reader.keep_alive_due):
-        if reader.disconnected:
+    await respond_when_bound(exchange, [reader], lambda: _events(exchange.send, reader, make_frames))
+
+
+async def respond_when_bound(
+    exchange: Exchange, readers: Sequence[StreamReader], write: Callable[[], Awaitable[None]]
+) -> None:
+    """The response to the client of all `readers`: its status, then what `write` sends. Raises as above."""
+    # 1. Nothing is said before all runs are bound, so that a refusal is a real status.
+    while not (all(reader.bound for reader in readers) or any(reader.keep_alive_due for reader in readers)):
+        if readers[0].disconnected:
             raise ClientGoneError
-        if isinstance(reader.end, ApiError):
-            raise reader.end
-        if reader.end is not None:
+        for reader in readers:
+            if isinstance(reader.end, ApiError):
+                raise reader.end
+        if all(reader.bound or reader.end is not None for reader in readers):
             break
-        await reader.wait()
+        await Reader.wait_any(readers)
     task = asyncio.current_task()
     assert task is not None
-    reader.on_stuck = task.cancel
+    for reader in readers:
+        reader.on_stuck = task.cancel
     try:
         await exchange.start(200, sse.HEADERS)
-        await _events(exchange.send, reader, make_frames)
+        await write()
     except asyncio.CancelledError:
         # 3. The client has read nothing for too long; whoever else cancels means it.
-        if not reader.stuck:
+        if not any(reader.stuck for reader in readers):
             raise
         task.uncancel()
         raise ClientGoneError from None

@@ -75,6 +75,14 @@ class Reader:
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
+    @staticmethod
+    async def wait_any(readers: "Sequence[Reader]") -> None:
+        """As `wait`, until something happens at one of them."""
+        waiter = asyncio.get_running_loop().create_future()
+        for reader in readers:
+            reader._waiter = waiter
+        await waiter
+
     def _measure(self, now: float) -> None:
         last = self._last_tokens_at
         if last is None:

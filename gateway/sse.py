@@ -4,12 +4,18 @@ Source: WHATWG HTML, "Server-sent events"; OpenAI API reference, "Chat completio
 object".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from schemas.api.answers import chat_completion_id, completion_id, openai_usage, own_usage
+from schemas.api.answers import (
+    chat_completion_id,
+    completion_id,
+    openai_usage,
+    own_usage,
+    total_usage,
+)
 from schemas.api.errors import ApiError
 from schemas.records import Completion
 
@@ -77,15 +83,43 @@ class GenerateFrames:
         return KEEP_ALIVE
 
 
-class _OpenAIFrames:
-    """What OpenAI's two streams share. With `include_usage` each chunk has "usage": null, and a last one the
-    usage; with `continuous_usage` each has the usage up to it.
+class UsageSoFar:
+    """OpenAI's usage while a stream goes on: the prompts of all its choices, and what was told of each."""
+
+    __slots__ = ("_outputs", "_prompts")
+
+    def __init__(self, prompt_tokens: Sequence[int]) -> None:
+        """`prompt_tokens`: of each choice."""
+        self._prompts = sum(prompt_tokens)
+        self._outputs = [0] * len(prompt_tokens)
+
+    def at(self, index: int, output_tokens: int) -> dict[str, Any]:
+        """With so many output tokens of the choice `index`."""
+        self._outputs[index] = output_tokens
+        return openai_usage(self._prompts, None, sum(self._outputs))
+
+
+class OpenAIFrames:
+    """What OpenAI's two streams share: the chunks of one choice. With `include_usage` each chunk has "usage":
+    null, and a last one the usage; with `continuous_usage` each has the usage up to it.
+
+    A stream of several choices has frames for each, of which `done` is not used: each choice ends with
+    `finish`, and the stream with the `end` of any of them.
 
     `logprobs(position)` is the object of the tokens that were told up to a position and not before, in the
     API's form, or None where there are none; with no position of all that are left.
     """
 
-    __slots__ = ("_continuous_usage", "_head", "_include_usage", "_logprobs", "_plain", "_tail", "_text_head")
+    __slots__ = (
+        "_continuous_usage",
+        "_head",
+        "_include_usage",
+        "_index",
+        "_logprobs",
+        "_plain",
+        "_tail",
+        "_text_head",
+    )
 
     def __init__(
         self,
@@ -93,10 +127,12 @@ class _OpenAIFrames:
         text_head: bytes,
         text_tail: bytes,
         include_usage: bool,
-        continuous_usage: int | None,
+        continuous_usage: UsageSoFar | None,
         logprobs: Logprobs | None,
+        index: int,
     ) -> None:
-        """`continuous_usage`: the tokens of the prompt; None: only at the end."""
+        """`continuous_usage` None: only at the end."""
+        self._index = index
         self._head = b'data: %b,"choices":[' % to_json(head)[:-1]
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
@@ -106,6 +142,9 @@ class _OpenAIFrames:
         self._text_head = self._head + text_head
         self._tail = b"%b]%b}\n\n" % (text_tail, usage)
 
+    def first(self) -> bytes:
+        raise NotImplementedError
+
     def text(self, text: str, position: int) -> bytes:
         if self._plain:
             return b"id: %d\n%b%b%b" % (position, self._text_head, to_json(text), self._tail)
@@ -113,15 +152,22 @@ class _OpenAIFrames:
         return self._chunk(self._text_choice(text, logprobs), position)
 
     def done(self, completion: Completion) -> bytes:
+        return self.finish(completion) + self.end([completion], completion.output_tokens - 1)
+
+    def finish(self, completion: Completion) -> bytes:
+        """The end of the choice."""
         position = completion.output_tokens - 1
         left = None if self._logprobs is None else self._logprobs(None)
         frames = b"" if left is None else self._chunk(self._text_choice("", left), position)
-        frames += self._chunk(self._last_choice(completion.finish_reason), position)
-        event_id = b"id: %d\n" % position
+        return frames + self._chunk(self._last_choice(completion.finish_reason), position)
+
+    def end(self, completions: Sequence[Completion], position: int | None) -> bytes:
+        """The end of the stream and of all its choices; `position` is None where they have one each."""
+        event_id = b"" if position is None else b"id: %d\n" % position
+        usage = b""
         if self._include_usage:
-            usage = openai_usage(completion.input_tokens, completion.cached_tokens, completion.output_tokens)
-            frames += b'%b%b],"usage":%b}\n\n' % (event_id, self._head, to_json(usage))
-        return frames + event_id + _DONE
+            usage = b'%b%b],"usage":%b}\n\n' % (event_id, self._head, to_json(total_usage(completions)))
+        return usage + event_id + _DONE
 
     def error(self, error: ApiError) -> bytes:
         return b"data: %b\n\n" % to_json(error.to_dict())
@@ -132,7 +178,7 @@ class _OpenAIFrames:
     def _chunk(self, choice: dict[str, Any], position: int) -> bytes:
         usage = b""
         if self._continuous_usage is not None:
-            usage = b',"usage":%b' % to_json(openai_usage(self._continuous_usage, None, position + 1))
+            usage = b',"usage":%b' % to_json(self._continuous_usage.at(self._index, position + 1))
         elif self._include_usage:
             usage = b',"usage":null'
         return b"id: %d\n%b%b]%b}\n\n" % (position, self._head, to_json(choice), usage)
@@ -144,7 +190,7 @@ class _OpenAIFrames:
         raise NotImplementedError
 
 
-class ChatFrames(_OpenAIFrames):
+class ChatFrames(OpenAIFrames):
     """/v1/chat/completions."""
 
     __slots__ = ()
@@ -156,9 +202,10 @@ class ChatFrames(_OpenAIFrames):
         created_s: int,
         include_usage: bool,
         *,
-        continuous_usage: int | None = None,
+        continuous_usage: UsageSoFar | None = None,
         logprobs: Logprobs | None = None,
         service_tier: str | None = None,
+        index: int = 0,
     ) -> None:
         head = {
             "id": chat_completion_id(request_id),
@@ -168,21 +215,26 @@ class ChatFrames(_OpenAIFrames):
         }
         if service_tier is not None:
             head["service_tier"] = service_tier
-        text_head = b'{"index":0,"delta":{"content":'
+        text_head = b'{"index":%d,"delta":{"content":' % index
         text_tail = b'},"logprobs":null,"finish_reason":null}'
-        super().__init__(head, text_head, text_tail, include_usage, continuous_usage, logprobs)
+        super().__init__(head, text_head, text_tail, include_usage, continuous_usage, logprobs, index)
 
     def first(self) -> bytes:
-        return self._chunk(_chat_choice({"role": "assistant", "content": "", "refusal": None}), -1)
+        return self._chunk(self._choice({"role": "assistant", "content": "", "refusal": None}), -1)
 
     def _text_choice(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        return _chat_choice({"content": text}, logprobs)
+        return self._choice({"content": text}, logprobs)
 
     def _last_choice(self, finish_reason: str) -> dict[str, Any]:
-        return _chat_choice({}, None, finish_reason)
+        return self._choice({}, None, finish_reason)
+
+    def _choice(
+        self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-class CompletionFrames(_OpenAIFrames):
+class CompletionFrames(OpenAIFrames):
     """/v1/completions."""
 
     __slots__ = ()
@@ -194,8 +246,9 @@ class CompletionFrames(_OpenAIFrames):
         created_s: int,
         include_usage: bool,
         *,
-        continuous_usage: int | None = None,
+        continuous_usage: UsageSoFar | None = None,
         logprobs: Logprobs | None = None,
+        index: int = 0,
     ) -> None:
         head = {
             "id": completion_id(request_id),
@@ -203,20 +256,14 @@ class CompletionFrames(_OpenAIFrames):
             "created": created_s,
             "model": model,
         }
-        text_tail = b',"index":0,"logprobs":null,"finish_reason":null}'
-        super().__init__(head, b'{"text":', text_tail, include_usage, continuous_usage, logprobs)
+        text_tail = b',"index":%d,"logprobs":null,"finish_reason":null}' % index
+        super().__init__(head, b'{"text":', text_tail, include_usage, continuous_usage, logprobs, index)
 
     def first(self) -> bytes:
         return b""
 
     def _text_choice(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        return {"text": text, "index": 0, "logprobs": logprobs, "finish_reason": None}
+        return {"text": text, "index": self._index, "logprobs": logprobs, "finish_reason": None}
 
     def _last_choice(self, finish_reason: str) -> dict[str, Any]:
-        return {"text": "", "index": 0, "logprobs": None, "finish_reason": finish_reason}
-
-
-def _chat_choice(
-    delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
-) -> dict[str, Any]:
-    return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {"text": "", "index": self._index, "logprobs": None, "finish_reason": finish_reason}

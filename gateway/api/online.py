@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiokafka.errors import KafkaError
 
@@ -12,6 +12,7 @@ from gateway import sse
 from gateway.api.logprobs import whole_logprobs
 from gateway.api.reading import read
 from gateway.attendance import detach_ms
+from gateway.choice_stream import Choice, failure_of
 from gateway.ends import DISCONNECTED
 from gateway.event_stream import watch, write_events
 from gateway.exchange import ClientGoneError, Exchange
@@ -22,12 +23,13 @@ from gateway.serving import Serving
 from gateway.told_tokens import ToldTokens
 from schemas.api.answers import Finished, answer, output_text, stop_sequence
 from schemas.api.bodies import decode_body
+from schemas.api.choices import choice_request_id
 from schemas.api.errors import ApiError
 from schemas.api.messages import MessagesBody, prepare_messages
 from schemas.api.prepare import Body, Prepared, prepare
 from schemas.headers import TRACEPARENT
 from schemas.priority import PriorityClass
-from schemas.records import InferenceRequest, Tenant
+from schemas.records import Completion, InferenceRequest, Tenant
 
 log = logging.getLogger(__name__)
 
@@ -44,37 +46,72 @@ async def serve(
 ) -> None:
     """Answers one request, streaming or whole. Raises ApiError for a refusal, ClientGoneError."""
 
-    def parse(data: bytes) -> Prepared:
+    def parse(data: bytes) -> list[Prepared]:
         body = decode_body(data, kind)
         if isinstance(body, MessagesBody):
-            return prepare_messages(body, serving.models)
-        return prepare(body, serving.models)
+            return [prepare_messages(body, serving.models)]
+        return [prepare(body, serving.models)]
 
-    tenant, prepared = await read(serving, exchange, parse)
-    request = new_request(serving, exchange, tenant, prepared)
-    reader = new_reader(serving, exchange, prepared, request)
-    if prepared.sampling.logprobs is not None:
-        reader.told = ToldTokens(prepared.model.tokenizer)
+    async def write(choices: Sequence[Choice]) -> None:
+        (choice,) = choices
+        owned, reader, prepared = choice
+        assert isinstance(reader, StreamReader)
+        await write_events(exchange, reader, lambda: make_frames(owned, reader, prepared))
+
+    await answer_choices(serving, exchange, parse, write)
+
+
+async def answer_choices(
+    serving: Serving,
+    exchange: Exchange,
+    parse: Callable[[bytes], list[Prepared]],
+    write: Callable[[Sequence[Choice]], Awaitable[None]],
+) -> None:
+    """Answers a body that asks for one request or several, all or none; `write` a stream's response.
+
+    Raises ApiError for a refusal, ClientGoneError.
+    """
+    tenant, wanted = await read(serving, exchange, parse)
+    trace = traceparent(exchange)
     detach = detach_ms(exchange.headers, serving.config.max_detach_s)
-    exchange.extra_headers.append((STREAM_HEADER, serving.public_id(request).encode()))
-    owned = serving.owner.accept(request, reader, traceparent(exchange))
-    owned.detach_ms = detach
-    serving.accepted(owned, reader)
-    gone = asyncio.create_task(watch(exchange, reader))
+    requests = [new_request(serving, exchange, tenant, prepared, i) for i, prepared in enumerate(wanted)]
+    choices = []
+    for request, prepared in zip(requests, wanted, strict=True):
+        reader = new_reader(serving, exchange, prepared, request)
+        if prepared.sampling.logprobs is not None:
+            reader.told = ToldTokens(prepared.model.tokenizer)
+        owned = serving.owner.accept(request, reader, trace)
+        owned.detach_ms = detach
+        choices.append(Choice(owned, reader, prepared))
+        serving.accepted(owned, reader)
+    streams = ", ".join(map(serving.public_id, requests))
+    exchange.extra_headers.append((STREAM_HEADER, streams.encode()))
+    gone = asyncio.create_task(watch(exchange, *(choice.reader for choice in choices)))
     reason = DISCONNECTED
     try:
-        await send(serving, owned)
-        if isinstance(reader, StreamReader):
-            await write_events(exchange, reader, lambda: make_frames(owned, reader, prepared))
+        await _send_all(serving, choices)
+        if wanted[0].stream:
+            await write(choices)
+            reason = failure_of(choices) or reason
         else:
-            assert isinstance(reader, WholeReader)
-            await _whole(exchange, reader, prepared, request)
+            await _whole(exchange, choices)
     except ApiError as e:
         reason = e.code
         raise
     finally:
         gone.cancel()
-        serving.finished(owned, reader, reason, exchange.elapsed_s)
+        for choice in choices:
+            serving.finished(choice.owned, choice.reader, reason, exchange.elapsed_s)
+
+
+async def _send_all(serving: Serving, choices: Sequence[Choice]) -> None:
+    if len(choices) == 1:
+        await send(serving, choices[0].owned)
+        return
+    results = await asyncio.gather(*(send(serving, c.owned) for c in choices), return_exceptions=True)
+    for result in results:
+        if result is not None:
+            raise result
 
 
 def traceparent(exchange: Exchange) -> str | None:
@@ -83,8 +120,10 @@ def traceparent(exchange: Exchange) -> str | None:
     return value.decode() if _TRACEPARENT.fullmatch(value) else None
 
 
-def new_request(serving: Serving, exchange: Exchange, tenant: Tenant, prepared: Prepared) -> InferenceRequest:
-    """The first attempt. Raises ApiError 403 for a class above the tenant's tier."""
+def new_request(
+    serving: Serving, exchange: Exchange, tenant: Tenant, prepared: Prepared, index: int = 0
+) -> InferenceRequest:
+    """The first attempt of the choice `index`. Raises ApiError 403 for a class above the tenant's tier."""
     priority = PriorityClass(tenant.tier) if prepared.priority is None else prepared.priority
     if priority < tenant.tier:
         allowed = PriorityClass(tenant.tier).label
@@ -95,12 +134,13 @@ def new_request(serving: Serving, exchange: Exchange, tenant: Tenant, prepared: 
             "priority",
         )
     return InferenceRequest(
-        request_id=exchange.request_id,
+        request_id=choice_request_id(exchange.request_id, index),
         attempt=1,
         tenant=tenant.name,
         priority=priority,
         model=prepared.model.spec.id,
-        prompt_token_ids=prepared.prompt_token_ids,
+        # A list of its own: it is emptied at the end, and choices share a prompt.
+        prompt_token_ids=prepared.prompt_token_ids.copy(),
         output_token_ids=[],
         sampling=prepared.sampling,
         reply_partition=reply_partition(serving.owner.slot, priority),
@@ -142,17 +182,27 @@ async def send(serving: Serving, owned: OwnedRequest) -> None:
     serving.owner.on_sent(owned, offset)
 
 
-async def _whole(
-    exchange: Exchange, reader: WholeReader, prepared: Prepared, request: InferenceRequest
-) -> None:
-    while reader.end is None:
-        if reader.disconnected:
+async def _whole(exchange: Exchange, choices: Sequence[Choice]) -> None:
+    readers = [choice.reader for choice in choices]
+    while True:
+        for reader in readers:
+            if isinstance(reader.end, ApiError):
+                raise reader.end
+        if all(reader.end is not None for reader in readers):
+            break
+        if readers[0].disconnected:
             raise ClientGoneError
-        await reader.wait()
-    end = reader.end
-    if isinstance(end, ApiError):
-        raise end
-    finished = Finished(
+        await Reader.wait_any(readers)
+    said = answer(choices[0].prepared.url, *(_finished(choice) for choice in choices))
+    await exchange.respond(200, sse.to_json(said))
+
+
+def _finished(choice: Choice) -> Finished:
+    owned, reader, prepared = choice
+    request, end = owned.request, reader.end
+    assert isinstance(reader, WholeReader)
+    assert isinstance(end, Completion)
+    return Finished(
         request_id=request.request_id,
         model=reader.model,
         created_s=request.accepted_at // 1000,
@@ -165,7 +215,6 @@ async def _whole(
         service_tier=prepared.service_tier,
         stop_sequence=None if end.text_length is None else _stop_sequence(reader, prepared, end.text_length),
     )
-    await exchange.respond(200, sse.to_json(answer(prepared.url, finished)))
 
 
 def _stop_sequence(reader: WholeReader, prepared: Prepared, text_length: int) -> str | None:

@@ -1,28 +1,28 @@
 """POST /v1/chat/completions, as OpenAI's API has it."""
 
 from gateway import sse
-from gateway.api.logprobs import streamed_logprobs
-from gateway.api.online import serve
+from gateway.api.openai_choices import serve_choices
+from gateway.choice_stream import Choice
 from gateway.exchange import Exchange
-from gateway.owned_request import OwnedRequest
-from gateway.reader import Reader
 from gateway.serving import Serving
 from schemas.api.bodies import ChatCompletionBody
-from schemas.api.prepare import Prepared
 
 
 async def chat_completions(serving: Serving, exchange: Exchange) -> None:
-    await serve(serving, exchange, ChatCompletionBody, _frames)
+    await serve_choices(serving, exchange, ChatCompletionBody, _chunks)
 
 
-def _frames(owned: OwnedRequest, reader: Reader, prepared: Prepared) -> sse.Frames:
-    request = owned.request
+def _chunks(
+    first: Choice, choice: Choice, index: int, usage: sse.UsageSoFar | None, logprobs: sse.Logprobs | None
+) -> sse.OpenAIFrames:
+    request = first.owned.request
     return sse.ChatFrames(
         request.request_id,
-        reader.model,
+        choice.reader.model,
         request.accepted_at // 1000,
-        prepared.include_usage,
-        continuous_usage=prepared.num_prompt_tokens if prepared.continuous_usage else None,
-        logprobs=streamed_logprobs(reader, prepared),
-        service_tier=prepared.service_tier,
+        choice.prepared.include_usage,
+        continuous_usage=usage,
+        logprobs=logprobs,
+        service_tier=choice.prepared.service_tier,
+        index=index,
     )

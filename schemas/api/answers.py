@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, MESSAGES_URL
+from schemas.records import Completion
 from schemas.tokenization import Tokenizer
 
 
@@ -109,12 +110,14 @@ def message_id(request_id: bytes) -> str:
     return f"msg_{request_id.hex()}"
 
 
-def answer(url: str, finished: Finished) -> dict[str, Any]:
-    """The JSON object that `url` answers with when it does not stream."""
+def answer(url: str, *choices: Finished) -> dict[str, Any]:
+    """The JSON object that `url` answers with when it does not stream. Several only where it has choices."""
+    (finished, *others) = choices
     if url == CHAT_COMPLETIONS_URL:
-        return _chat_completion(finished)
+        return _chat_completion(choices)
     if url == COMPLETIONS_URL:
-        return _completion(finished)
+        return _completion(choices)
+    assert not others
     if url == MESSAGES_URL:
         return _message(finished)
     return {
@@ -126,41 +129,54 @@ def answer(url: str, finished: Finished) -> dict[str, Any]:
     }
 
 
-def _chat_completion(finished: Finished) -> dict[str, Any]:
-    tier = {} if finished.service_tier is None else {"service_tier": finished.service_tier}
+def total_usage(ends: Sequence[Finished] | Sequence[Completion]) -> dict[str, Any]:
+    """OpenAI's usage of all choices: what their rows of the bill come to, the prompt of each among it."""
+    return openai_usage(
+        sum(end.input_tokens for end in ends),
+        sum(end.cached_tokens for end in ends),
+        sum(end.output_tokens for end in ends),
+    )
+
+
+def _chat_completion(choices: Sequence[Finished]) -> dict[str, Any]:
+    first = choices[0]
+    tier = {} if first.service_tier is None else {"service_tier": first.service_tier}
     return {
-        "id": chat_completion_id(finished.request_id),
+        "id": chat_completion_id(first.request_id),
         "object": "chat.completion",
-        "created": finished.created_s,
-        "model": finished.model,
+        "created": first.created_s,
+        "model": first.model,
         **tier,
         "choices": [
             {
-                "index": 0,
+                "index": index,
                 "message": {"role": "assistant", "content": finished.text, "refusal": None},
                 "logprobs": finished.logprobs,
                 "finish_reason": finished.finish_reason,
             }
+            for index, finished in enumerate(choices)
         ],
-        "usage": openai_usage(finished.input_tokens, finished.cached_tokens, finished.output_tokens),
+        "usage": total_usage(choices),
     }
 
 
-def _completion(finished: Finished) -> dict[str, Any]:
+def _completion(choices: Sequence[Finished]) -> dict[str, Any]:
+    first = choices[0]
     return {
-        "id": completion_id(finished.request_id),
+        "id": completion_id(first.request_id),
         "object": "text_completion",
-        "created": finished.created_s,
-        "model": finished.model,
+        "created": first.created_s,
+        "model": first.model,
         "choices": [
             {
                 "text": finished.text,
-                "index": 0,
+                "index": index,
                 "logprobs": finished.logprobs,
                 "finish_reason": finished.finish_reason,
             }
+            for index, finished in enumerate(choices)
         ],
-        "usage": openai_usage(finished.input_tokens, finished.cached_tokens, finished.output_tokens),
+        "usage": total_usage(choices),
     }
 
 

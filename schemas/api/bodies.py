@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from schemas.api import fields
+from schemas.api.choices import MAX_N
 from schemas.api.errors import ApiError, bad_field
 from schemas.api.structured import ResponseFormat
 from schemas.sampling import MAX_TOP_LOGPROBS
@@ -87,7 +88,7 @@ class ChatCompletionBody(Struct, forbid_unknown_fields=True):
     stop_token_ids: fields.StopIds | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
-    n: Literal[1] | None = 1
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stop: fields.OpenAIStop | None = None

@@ -1,11 +1,12 @@
 """Body of OpenAI's /v1/completions."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from schemas.api import fields
 from schemas.api.bodies import StreamOptions
+from schemas.api.choices import MAX_N
 
 MAX_LOGPROBS = 5
 
@@ -26,8 +27,8 @@ class CompletionBody(Struct, forbid_unknown_fields=True):
     ignore_eos: bool = False
     stop_token_ids: fields.StopIds | None = None
     user: str | None = None
-    n: Literal[1] | None = 1
-    best_of: Literal[1] | None = 1
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    best_of: fields.Positive | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     stop: fields.OpenAIStop | None = None
     presence_penalty: fields.Penalty | None = None

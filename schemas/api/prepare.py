@@ -3,16 +3,17 @@
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from schemas.api.bodies import ChatCompletionBody, GenerateBody, StreamOptions
+from schemas.api.choices import MAX_CHOICES, choice_seed
 from schemas.api.completions import CompletionBody
 from schemas.api.errors import ApiError, bad_field
 from schemas.api.prompts import (
     chat_ids,
     check_token_ids,
     check_unicode,
-    completion_ids,
+    completion_prompts,
     find_model,
     output_limit,
     text_ids,
@@ -60,15 +61,28 @@ class Prepared:
 
 
 def prepare(body: Body, models: Mapping[str, LoadedModel]) -> Prepared:
-    """Tokenizes (a millisecond per few hundred words). Raises ApiError that names the field."""
+    """As `prepare_choices`, where one request can have one answer. Raises ApiError that names the field."""
+    choices = prepare_choices(body, models)
+    if len(choices) > 1:
+        field = "prompt" if getattr(body, "n", None) in (None, 1) else "n"
+        message = f"{field}: a request has one answer here; send one request each"
+        raise ApiError(400, "unsupported_field", message, field)
+    return choices[0]
+
+
+def prepare_choices(body: Body, models: Mapping[str, LoadedModel]) -> list[Prepared]:
+    """One or more: of each prompt `n`, in order. Tokenizes (a millisecond per few hundred words).
+
+    Raises ApiError that names the field.
+    """
     model = find_model(body.model, models)
     match body:
         case GenerateBody():
-            return _generate(body, model)
+            return [_generate(body, model)]
         case ChatCompletionBody():
-            return _chat(body, model)
+            return _repeated(_chat(body, model), body.n or 1)
         case CompletionBody():
-            return _completion(body, model)
+            return _completions(body, model)
 
 
 def _generate(body: GenerateBody, model: LoadedModel) -> Prepared:
@@ -120,14 +134,37 @@ def _chat(body: ChatCompletionBody, model: LoadedModel) -> Prepared:
     )
 
 
-def _completion(body: CompletionBody, model: LoadedModel) -> Prepared:
+def _completions(body: CompletionBody, model: LoadedModel) -> list[Prepared]:
     check_supported(body.unsupported())
+    n = body.n or 1
+    if body.best_of is not None and body.best_of != n:
+        raise bad_field("best_of", f"must equal n, which is {n}: all that is generated is answered")
+    # Before anything is tokenized.
+    if isinstance(body.prompt, list) and not any(isinstance(item, int) for item in body.prompt):
+        _check_count(len(body.prompt), n)
+    found = []
+    for field, ids in completion_prompts(body.prompt, model):
+        found += _repeated(_completion(body, model, field, ids), n)
+    return found
+
+
+def _repeated(prepared: Prepared, n: int) -> list[Prepared]:
+    """`n` choices, with a seed each."""
+    sampling = prepared.sampling
+    others = [replace(sampling, seed=choice_seed(sampling.seed, i)) for i in range(1, n)]
+    return [prepared, *(replace(prepared, sampling=other) for other in others)]
+
+
+def _check_count(num_prompts: int, n: int) -> None:
+    if num_prompts * n > MAX_CHOICES:
+        asked = f"{num_prompts} prompts" if n == 1 else f"{num_prompts} prompts, {n} answers each,"
+        raise bad_field("prompt", f"{asked} are more than {MAX_CHOICES} answers, the most to one request")
+
+
+def _completion(body: CompletionBody, model: LoadedModel, field: str, ids: list[int]) -> Prepared:
     include_usage, continuous_usage = _usage_options(body.stream_options)
-    ids = completion_ids(body.prompt, model)
     context = model.spec.max_model_len
-    limit = output_limit(
-        body.max_tokens, DEFAULT_COMPLETION_TOKENS, "max_tokens", len(ids), context, "prompt"
-    )
+    limit = output_limit(body.max_tokens, DEFAULT_COMPLETION_TOKENS, "max_tokens", len(ids), context, field)
     sampling = _sampling(body, model, limit, None)
     sampling.logprobs = body.logprobs
     return Prepared(

@@ -28,19 +28,34 @@ def text_ids(prompt: str, model: LoadedModel, field: str = "prompt") -> list[int
     return ids
 
 
-def completion_ids(prompt: str | list[str | int | list[int]], model: LoadedModel) -> list[int]:
-    """OpenAI's `prompt`: a text, token ids as they are, or a list of one of these. Raises ApiError."""
-    field = "prompt"
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
-        field, prompt = "prompt[0]", prompt[0] if isinstance(prompt[0], str) else [*prompt[0]]
+def completion_prompts(
+    prompt: str | list[str | int | list[int]], model: LoadedModel
+) -> list[tuple[str, list[int]]]:
+    """OpenAI's `prompt`: a text, token ids as they are, or a list of these. Each with the name of its field.
+
+    Raises ApiError that names it.
+    """
     if isinstance(prompt, str):
-        return text_ids(prompt, model, field)
+        return [("prompt", text_ids(prompt, model))]
     if not prompt:
-        raise bad_field(field, "must not be empty")
+        raise bad_field("prompt", "must not be empty")
+    vocab_size = len(model.tokenizer.token_bytes)
     ids = [item for item in prompt if isinstance(item, int)]
-    if len(ids) != len(prompt):
-        raise bad_field(field, "several prompts in one request are not supported; send one at a time")
-    return check_token_ids(ids, len(model.tokenizer.token_bytes), field)
+    if len(ids) == len(prompt):
+        return [("prompt", check_token_ids(ids, vocab_size, "prompt"))]
+    if ids:
+        raise bad_field("prompt", "holds token ids beside prompts; a list is of one or the other")
+    found = []
+    for i, item in enumerate(prompt):
+        field = f"prompt[{i}]"
+        if isinstance(item, list):
+            if not item:
+                raise bad_field(field, "must not be empty")
+            found.append((field, check_token_ids(item, vocab_size, field)))
+        else:
+            assert isinstance(item, str)
+            found.append((field, text_ids(item, model, field)))
+    return found
 
 
 def chat_ids(messages: Sequence[Message], model: LoadedModel) -> list[int]:

@@ -19,6 +19,7 @@ from schemas.api.prepare import (
     GENERATE_URL,
     Body,
     prepare,
+    prepare_choices,
 )
 from schemas.catalog import Catalog, simulated_model
 from schemas.models import load_models
@@ -38,7 +39,7 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
 def refused(kind: type[Body], body: Any) -> ApiError:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     with pytest.raises(ApiError) as e:
-        prepare(decode_body(data, kind), MODELS)
+        prepare_choices(decode_body(data, kind), MODELS)
     return e.value
 
 
@@ -130,7 +131,7 @@ REFUSALS: list[tuple[type[Body], Any, int, str, str | None]] = [
         "invalid_value",
         "messages[0].tool_calls",
     ),
-    (ChatCompletionBody, {**CHAT, "n": 2}, 400, "invalid_value", "n"),
+    (ChatCompletionBody, {**CHAT, "n": 17}, 400, "invalid_value", "n"),
     (ChatCompletionBody, {**CHAT, "stop": list("abcde")}, 400, "invalid_value", "stop"),
     (ChatCompletionBody, {**CHAT, "stop": ""}, 400, "invalid_value", "stop"),
     (GenerateBody, {**GENERATE, "stop": ["x"] * 17}, 400, "invalid_value", "stop"),
@@ -190,8 +191,17 @@ REFUSALS: list[tuple[type[Body], Any, int, str, str | None]] = [
     ),
     (CompletionBody, {"model": "simulated"}, 400, "missing_field", "prompt"),
     (CompletionBody, {**GENERATE, "prompt": []}, 400, "invalid_value", "prompt"),
-    (CompletionBody, {**GENERATE, "prompt": ["a", "b"]}, 400, "invalid_value", "prompt"),
-    (CompletionBody, {**GENERATE, "prompt": [[1], [2]]}, 400, "invalid_value", "prompt"),
+    (CompletionBody, {**GENERATE, "prompt": ["a"] * 33}, 400, "invalid_value", "prompt"),
+    (CompletionBody, {**GENERATE, "prompt": ["a"] * 9, "n": 4}, 400, "invalid_value", "prompt"),
+    (CompletionBody, {**GENERATE, "prompt": ["a", 3]}, 400, "invalid_value", "prompt"),
+    (CompletionBody, {**GENERATE, "prompt": [[1], [2, 258]]}, 400, "invalid_value", "prompt[1][1]"),
+    (
+        CompletionBody,
+        {**GENERATE, "prompt": ["a", "x" * 40_000]},
+        400,
+        "context_length_exceeded",
+        "prompt[1]",
+    ),
     (CompletionBody, {**GENERATE, "prompt": [[]]}, 400, "invalid_value", "prompt[0]"),
     (CompletionBody, {**GENERATE, "prompt": [1, 258]}, 400, "invalid_value", "prompt[1]"),
     (CompletionBody, {**GENERATE, "prompt": [1, True]}, 400, "invalid_value", "prompt[1]"),
@@ -200,8 +210,9 @@ REFUSALS: list[tuple[type[Body], Any, int, str, str | None]] = [
     (CompletionBody, {**GENERATE, "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
     (CompletionBody, {**GENERATE, "echo": True}, 400, "unsupported_field", "echo"),
     (CompletionBody, {**GENERATE, "suffix": "x"}, 400, "unsupported_field", "suffix"),
-    (CompletionBody, {**GENERATE, "n": 2}, 400, "invalid_value", "n"),
+    (CompletionBody, {**GENERATE, "n": 0}, 400, "invalid_value", "n"),
     (CompletionBody, {**GENERATE, "best_of": 2}, 400, "invalid_value", "best_of"),
+    (CompletionBody, {**GENERATE, "best_of": 2, "n": 3}, 400, "invalid_value", "best_of"),
     (CompletionBody, {**GENERATE, "logprobs": 6}, 400, "invalid_value", "logprobs"),
     (CompletionBody, {**GENERATE, "messages": []}, 400, "unknown_field", "messages"),
     (ChatCompletionBody, {**CHAT, "frequency_penalty": 3}, 400, "invalid_value", "frequency_penalty"),
