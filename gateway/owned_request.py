@@ -34,12 +34,20 @@ class OwnedRequest:
     stalled_clock: int | None = None
     cancelled: str | None = None
     cancelled_clock: int = 0
-    detach_ms: int = 0
     unread_clock: int | None = None
     retrying: str | None = None
     failing: bool = False
     over: bool = False
     stray_cancels: dict[Run, int] = field(default_factory=dict)
+
+    @property
+    def detach_ms(self) -> int:
+        return self.request.detach_ms
+
+    @detach_ms.setter
+    def detach_ms(self, duration: int) -> None:
+        # In the request itself, so that who takes it over knows; set it before it is sent.
+        self.request.detach_ms = duration
 
     def begin_attempt(self) -> None:
         """The next attempt goes on behind the output tokens that count."""

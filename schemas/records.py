@@ -31,6 +31,7 @@ class InferenceRequest:
     end_ms: int
     start_ms: int | None = None
     excluded_slots: list[int] = field(default_factory=list)
+    detach_ms: int = 0
 
 
 @dataclass(slots=True)
@@ -106,6 +107,8 @@ class Dispatched:
     slot: int
     epoch: int
     model: str
+    requests_partition: int | None = None
+    requests_offset: int | None = None
 
 
 @dataclass(slots=True)

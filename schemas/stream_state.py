@@ -65,12 +65,16 @@ class StreamState:
     """State of one request. `token_ids` are the output tokens that count: what is delivered and billed.
 
     `owner_epoch` is None until a record names the owner. `last_sign_at` is the broker time (ms) of the
-    last record from the bound run. Of earlier attempts: `num_carried` output tokens count, and `lost` are
+    last record from the bound run. `owner_slot` is the gateway slot that claimed it, None while it belongs to
+    who accepted it. `request_at` is where a record of it, of whatever attempt, lies in inference.requests:
+    (partition, offset). Of earlier attempts: `num_carried` output tokens count, and `lost` are
     the runs that were bound.
     """
 
     request_id: bytes
     owner_epoch: int | None = None
+    owner_slot: int | None = None
+    request_at: tuple[int, int] | None = None
     attempt: int = 1
     run: Run | None = None
     model: str | None = None
@@ -110,6 +114,7 @@ class StreamState:
                     return Effect.IGNORED
                 self._learn_owner(record.owner_epoch)
                 self.requests_offset = record.requests_offset
+                self.request_at = record.requests_partition, record.requests_offset
                 return Effect.ADMITTED
             case Rejected():
                 if record.attempt != self.attempt or self.run is not None or self.ended:
@@ -130,7 +135,7 @@ class StreamState:
             case Claim():
                 if record.request_id not in (None, self.request_id) or not self._is_owner(record.from_epoch):
                     return Effect.IGNORED
-                self.owner_epoch = record.by_epoch
+                self.owner_epoch, self.owner_slot = record.by_epoch, record.by_slot
                 return Effect.CLAIMED
             case Attach():
                 reader = (record.slot, record.epoch)
@@ -170,6 +175,8 @@ class StreamState:
         if record.attempt != self.attempt or self.end is not None:
             return self._stray(run, record.attempt)
         self._learn_owner(record.owner_epoch)
+        if record.requests_partition is not None and record.requests_offset is not None:
+            self.request_at = record.requests_partition, record.requests_offset
         if self.run is None:
             self.run, self.model, self.last_sign_at = run, record.model, timestamp_ms
             return Effect.BOUND

@@ -129,10 +129,17 @@ class FleetDriver:
 
     async def dispatch(self, request: InferenceRequest, epoch: int | None = None) -> None:
         run = self.worker_epoch if epoch is None else epoch
-        await self._reply(
-            request,
-            Dispatched(request.request_id, request.attempt, request.owner_epoch, 0, run, request.model),
+        record = Dispatched(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            owner_epoch=request.owner_epoch,
+            slot=0,
+            epoch=run,
+            model=request.model,
+            requests_partition=topics.tenant_partition(request.tenant, request.priority, self._layout.shards),
+            requests_offset=self.offsets[request.request_id, request.attempt],
         )
+        await self._reply(request, record)
 
     async def reject(
         self, request: InferenceRequest, status: int, code: str, retry_after_ms: int | None = None

@@ -22,7 +22,7 @@ class Assign:
     """Put `dispatch` into the worker's mailbox, then call `Admission.on_dispatched` or `on_dispatch_failed`.
 
     The worker and its in-flight entry are the router's; `queued_ms` is how long the request waited, `record`
-    is the request as it lies in inference.requests.
+    is the request as it lies in inference.requests, at `partition` and `offset`.
     """
 
     dispatch: Dispatch
@@ -30,6 +30,8 @@ class Assign:
     in_flight: InFlight
     queued_ms: int
     record: bytes
+    partition: int
+    offset: int
     traceparent: str | None = None
 
 

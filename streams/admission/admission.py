@@ -76,7 +76,7 @@ class Admission:
             # The owner sent it again. What was dispatched it shall hear again, what waits it will hear.
             if request.attempt < known.attempt or known.phase is not Phase.DISPATCHED:
                 return []
-            return [self._dispatched(request, known.slot, known.epoch, traceparent)]
+            return [self._dispatched(request, known.slot, known.epoch, partition, offset, traceparent)]
         if known is not None and known.queued is not None:
             self._backlog.cancel(known.queued)
             self._memory.forget(request.request_id)
@@ -165,7 +165,8 @@ class Admission:
         self.router.acked(assign.worker, assign.in_flight, offset)
         request = assign.dispatch.request
         self._memory.dispatched(request.request_id, request.attempt)
-        return [self._dispatched(request, assign.dispatch.slot, assign.dispatch.epoch, assign.traceparent)]
+        slot, epoch = assign.dispatch.slot, assign.dispatch.epoch
+        return [self._dispatched(request, slot, epoch, assign.partition, assign.offset, assign.traceparent)]
 
     def on_dispatch_failed(self, assign: Assign, reason: str, now: int) -> list[Action]:
         """The Dispatch was not acked. If it lies there after all, its run is a stray: owners cancel it."""
@@ -234,11 +235,28 @@ class Admission:
         dispatch = Dispatch(worker.slot, worker.epoch, item.expected_output_tokens, request)
         waited = max(0, now - item.queued_at)
         self.decisions.dispatched(item, worker, waited)
-        return Assign(dispatch, worker, entry, waited, item.record, item.traceparent)
+        return Assign(
+            dispatch, worker, entry, waited, item.record, item.partition, item.offset, item.traceparent
+        )
 
-    def _dispatched(self, request: InferenceRequest, slot: int, epoch: int, traceparent: str | None) -> Reply:
+    def _dispatched(
+        self,
+        request: InferenceRequest,
+        slot: int,
+        epoch: int,
+        partition: int,
+        offset: int,
+        traceparent: str | None,
+    ) -> Reply:
         record = Dispatched(
-            request.request_id, request.attempt, request.owner_epoch, slot, epoch, request.model
+            request_id=request.request_id,
+            attempt=request.attempt,
+            owner_epoch=request.owner_epoch,
+            slot=slot,
+            epoch=epoch,
+            model=request.model,
+            requests_partition=partition,
+            requests_offset=offset,
         )
         return Reply(reply_to(request), record, traceparent)
 

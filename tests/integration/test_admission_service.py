@@ -99,9 +99,10 @@ async def test_a_request_is_dispatched_before_its_owner_hears_so(client: Fleet) 
     async with worker(client, 0) as (epoch, _):
         await settled(client)
         request = make_request(reply_partition=4)
-        await client.send(request)
+        offset = await client.send(request)
+        partition = topics.tenant_partition("demo", 0, LAYOUT.shards)
         assert await client.answer(request, Dispatched) == Dispatched(
-            request.request_id, 1, request.owner_epoch, 0, epoch, request.model
+            request.request_id, 1, request.owner_epoch, 0, epoch, request.model, partition, offset
         )
         dispatch = await client.answer(request, Dispatch)
         assert (dispatch.slot, dispatch.epoch, dispatch.request) == (0, epoch, request)

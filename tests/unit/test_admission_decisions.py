@@ -133,7 +133,16 @@ def test_a_request_goes_at_once_to_a_worker_with_room(driver: Driver) -> None:
     assert driver.send(request) == DISPATCHED
     reply = driver.replies[-1]
     assert reply.to == (request.request_id, 1, 4)
-    assert reply.record == Dispatched(request.request_id, 1, request.owner_epoch, 0, EPOCH, request.model)
+    assert reply.record == Dispatched(
+        request.request_id,
+        1,
+        request.owner_epoch,
+        0,
+        EPOCH,
+        request.model,
+        requests_partition=0,
+        requests_offset=1,
+    )
     dispatch = driver.dispatches[-1].dispatch
     assert (dispatch.slot, dispatch.epoch, dispatch.request) == (0, EPOCH, request)
     assert decode(driver.dispatches[-1].record) == request
@@ -512,7 +521,7 @@ NUMBERS = st.integers(0, 2**62)
 def test_a_spliced_dispatch_has_the_bytes_of_an_encoded_one(
     slot: int, epoch: int, expected: int, prompt: list[int], start_ms: int | None
 ) -> None:
-    request = make_request(prompt_token_ids=prompt, start_ms=start_ms, excluded_slots=[slot])
+    request = make_request(prompt_token_ids=prompt, start_ms=start_ms, excluded_slots=[slot], detach_ms=7)
     dispatch = Dispatch(slot, epoch, expected, request)
     assert encode_dispatch(dispatch, encode(request)) == encode(dispatch)
     # Another version's bytes are not passed on under our schema's name.
