@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from gateway.ends import DISCONNECTED
 from gateway.event_stream import respond_when_bound
 from gateway.exchange import ClientGoneError, Exchange
 from gateway.owned_request import OwnedRequest
@@ -12,8 +11,6 @@ from gateway.sse import OpenAIFrames
 from schemas.api.errors import ApiError
 from schemas.api.prepare import Prepared
 from schemas.records import Completion
-
-_SLOW_READER = "slow_reader"
 
 
 class Choice(NamedTuple):
@@ -25,14 +22,8 @@ class Choice(NamedTuple):
 
 
 def failure_of(choices: Sequence[Choice]) -> str | None:
-    """Why those that go on should be stopped, for one has failed; None if none has.
-
-    A client that reads too slowly may come back, as one that left may.
-    """
-    codes = [choice.reader.end.code for choice in choices if isinstance(choice.reader.end, ApiError)]
-    if not codes:
-        return None
-    return DISCONNECTED if codes[0] == _SLOW_READER else codes[0]
+    """Why those that go on should be stopped, for one has failed; None if none has."""
+    return next((c.reader.end.code for c in choices if isinstance(c.reader.end, ApiError)), None)
 
 
 async def write_choices(
@@ -65,9 +56,9 @@ async def _chunks(
         # All that has come since the last write is one write.
         parts: list[bytes] = []
         for index, (reader, each) in enumerate(zip(readers, frames, strict=True)):
-            taken = reader.take()
-            if taken is not None:
-                parts.append(each.text(*taken))
+            parts += [each.text(text, position) for text, position in reader.take()]
+            if reader.has_more:
+                continue
             if isinstance(reader.end, ApiError):
                 parts.append(each.error(reader.end))
                 more = False

@@ -13,7 +13,6 @@ _POSITIVE = (
     "start_wait_s",
     "keep_alive_s",
     "write_timeout_s",
-    "stream_buffer_chars",
     "cancel_timeout_ms",
     "drain_s",
     "inline_body_bytes",
@@ -36,9 +35,6 @@ class GatewayConfig(CommonConfig):
     )
     keep_alive_s: float = setting(10.0, doc="Seconds without an event after which a comment is sent.")
     write_timeout_s: float = setting(30.0, doc="Seconds a client may leave what it was sent unread.")
-    stream_buffer_chars: int = setting(
-        65_536, doc="Characters held for a slow reader; above it the stream ends."
-    )
     cancel_timeout_ms: int = setting(30_000, doc="Milliseconds to wait for the end of a cancelled request.")
     drain_s: float = setting(30.0, doc="Seconds that running streams have to finish on SIGTERM.")
     inline_body_bytes: int = setting(2_000, doc="Bodies up to this size are tokenized in the event loop.")

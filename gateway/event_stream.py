@@ -69,19 +69,19 @@ async def _events(
         await send(message)
     text_frame, take = frames.text, reader.take
     while not reader.disconnected:
-        taken = take()
-        if taken is not None:
-            message["body"] = text_frame(*taken)
+        parts = [text_frame(text, position) for text, position in take()]
+        end = reader.end
+        if end is not None and not reader.has_more:
+            parts.append(frames.done(end) if isinstance(end, Completion) else frames.error(end))
+            message["more_body"] = False
+        if not parts and reader.keep_alive_due:
+            parts.append(frames.keep_alive())
+        reader.keep_alive_due = False
+        if parts:
+            message["body"] = b"".join(parts)
             await send(message)
-        elif reader.end is not None:
-            end = reader.end
-            last = frames.done(end) if isinstance(end, Completion) else frames.error(end)
-            await send({"type": "http.response.body", "body": last, "more_body": False})
-            return
-        elif reader.keep_alive_due:
-            reader.keep_alive_due = False
-            message["body"] = frames.keep_alive()
-            await send(message)
-        else:
+            if not message["more_body"]:
+                return
+        elif not reader.has_more:
             await reader.wait()
     raise ClientGoneError

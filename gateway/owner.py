@@ -13,7 +13,6 @@ from gateway.reader import Reader
 from gateway.resend import admission_status
 from gateway.suspicion import excluded_slots
 from schemas import topics
-from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
 from schemas.priority import PriorityClass
 from schemas.records import Cancellation, Claim, Completion, Dispatched, InferenceRequest, Tokens
@@ -56,6 +55,7 @@ class Owner:
         """Takes a request that is about to be sent."""
         partition = topics.tenant_partition(request.tenant, request.priority, self._shards)
         state = StreamState(request.request_id, owner_epoch=self.epoch)
+        reader.token_ids = state.token_ids
         owned = OwnedRequest(request, partition, reader, state, traceparent)
         self.open[request.request_id] = owned
         return owned
@@ -106,13 +106,10 @@ class Owner:
                     continue
                 if not reader.bound:
                     reader.on_bound(state.model)
-                new = chunk.token_ids if chunk.position == before else token_ids[before:]
                 if reader.told is not None:
-                    reader.told.add(new, chunk.logprobs[before - chunk.position :], chunk.finish_reason)
-                if not reader.on_tokens(new, len(token_ids), chunk.finish_reason, now):
-                    slow = ApiError(408, "slow_reader", "the client reads too slowly; the stream was ended")
-                    reader.on_end(slow)
-                    actions += self.leave(owned, "slow_reader")
+                    logprobs = chunk.logprobs[before - chunk.position :]
+                    reader.told.add(token_ids[before:], logprobs, chunk.finish_reason)
+                reader.on_tokens(len(token_ids), chunk.finish_reason, now)
             elif effect is not Effect.ALIVE and effect is not Effect.IGNORED:
                 self._on_effect(owned, effect, run, chunk.attempt, timestamp_ms, actions)
         return actions
@@ -174,7 +171,7 @@ class Owner:
         """Off the open ones; remembered a while, for runs that still show records are to be cancelled."""
         request_id = owned.request.request_id
         del self.open[request_id]
-        owned.state.token_ids.clear()
+        owned.state.token_ids = []  # its reader may still need them
         owned.request.prompt_token_ids.clear()
         self._ended[request_id] = owned
         self._ended_order.append((self._life.clock, request_id))

@@ -2,6 +2,9 @@
 
 The log reader calls `on_bound`, `on_tokens`, `on_end` and never waits; the HTTP handler looks at what is
 there and waits for more. Both run in one event loop.
+
+A reader holds no output of its own, only a place in the token ids of the fold: a client that reads slowly
+costs no memory beyond them, and gets all in the end.
 """
 
 import asyncio
@@ -9,20 +12,22 @@ from collections.abc import Callable, Sequence
 
 from gateway.metrics import Timing
 from gateway.told_tokens import ToldTokens
-from schemas.api.answers import visible_ids
 from schemas.api.errors import ApiError
 from schemas.records import Completion
 from schemas.tokenization import Detokenizer
 
 End = Completion | ApiError
 
+# Taken at a time: about what a connection buffers, so that one reader far behind does not hold up the others.
+_MOST_TOKENS = 256
+
 
 class Reader:
     """A client that waits. `end` is the Completion of a normal end, or the error to tell the client.
 
-    `model` is the one that serves, known when a run is bound. `told` takes the tokens' log probabilities, if
-    the request asks for them; who calls `on_tokens` gives it those tokens first. `started_at` and `now` are
-    monotonic seconds.
+    `token_ids` are those of the fold, which grow. `model` is the one that serves, known when a run is bound.
+    `told` takes the tokens' log probabilities, if the request asks for them; who calls `on_tokens` gives it
+    those tokens first. `started_at` and `now` are monotonic seconds.
     """
 
     __slots__ = (
@@ -34,6 +39,7 @@ class Reader:
         "disconnected",
         "end",
         "model",
+        "token_ids",
         "told",
     )
 
@@ -43,6 +49,7 @@ class Reader:
         self.disconnected = False
         self.end: End | None = None
         self.told: ToldTokens | None = None
+        self.token_ids: list[int] = []
         self._timing = timing
         self._started_at = started_at
         self._last_tokens_at: float | None = None
@@ -53,9 +60,14 @@ class Reader:
         self.model = model or self.model
         self._wake()
 
-    def on_tokens(self, token_ids: Sequence[int], count: int, finish_reason: str | None, now: float) -> bool:
-        """New output tokens; `count` is that of all so far. False: the client is too far behind."""
-        raise NotImplementedError
+    def on_tokens(self, count: int, finish_reason: str | None, now: float) -> None:
+        """There are new output tokens; `count` is that of all so far."""
+        last = self._last_tokens_at
+        if last is None:
+            self._timing.first.observe(now - self._started_at)
+        else:
+            self._timing.between.observe(now - last)
+        self._last_tokens_at = now
 
     def on_end(self, end: End) -> None:
         """The first end counts."""
@@ -83,14 +95,6 @@ class Reader:
             reader._waiter = waiter
         await waiter
 
-    def _measure(self, now: float) -> None:
-        last = self._last_tokens_at
-        if last is None:
-            self._timing.first.observe(now - self._started_at)
-        else:
-            self._timing.between.observe(now - last)
-        self._last_tokens_at = now
-
     def _wake(self) -> None:
         waiter = self._waiter
         if waiter is not None:
@@ -102,20 +106,14 @@ class Reader:
 class WholeReader(Reader):
     """Waits for the end; `token_ids` are then all there are."""
 
-    __slots__ = ("token_ids",)
-
-    def __init__(self, model: str, timing: Timing, started_at: float) -> None:
-        super().__init__(model, timing, started_at)
-        self.token_ids: list[int] = []
-
-    def on_tokens(self, token_ids: Sequence[int], count: int, finish_reason: str | None, now: float) -> bool:
-        self._measure(now)
-        self.token_ids += token_ids
-        return True
+    __slots__ = ()
 
 
 class StreamReader(Reader):
-    """Turns tokens into text as they come; what the client has not taken yet is one growing piece.
+    """Turns tokens into text when the client takes it, behind output position `after` (-1: all).
+
+    The text up to a position is a function of the tokens up to it: a character whose bytes are not whole at
+    `after` was not shown with it, and comes behind it.
 
     `may_be_cut`: the request names stop strings. The worker tells no tokens beyond what may become one, but
     for those that end the output, so only these wait for the Completion. `cut_off` is then the text from the
@@ -127,14 +125,12 @@ class StreamReader(Reader):
     """
 
     __slots__ = (
-        "_chars",
-        "_ending",
-        "_ending_at",
+        "_cut_at",
         "_keep_alive_s",
-        "_limit_chars",
+        "_limit",
         "_may_be_cut",
-        "_pending",
-        "_position",
+        "_next",
+        "_num_known",
         "_push",
         "_quiet_since",
         "_shown_chars",
@@ -156,25 +152,23 @@ class StreamReader(Reader):
         detokenizer: Detokenizer,
         *,
         may_be_cut: bool,
-        limit_chars: int,
         start_wait_s: float,
         keep_alive_s: float,
         write_timeout_s: float,
+        after: int = -1,
     ) -> None:
         super().__init__(model, timing, started_at)
         self.cut_off = ""
         self.keep_alive_due = False
         self.stuck = False
         self.on_stuck: Callable[[], object] | None = None
-        self._push = detokenizer.push
-        self._pending: list[str] = []
-        self._chars = 0
-        self._position = 0
+        self._push = detokenizer.pieces
         self._may_be_cut = may_be_cut
-        self._ending: list[int] = []
-        self._ending_at = 0
+        self._num_known = after + 1
+        self._next = 0  # the position of the next token to be turned into text
+        self._limit = 0  # of those that may be
+        self._cut_at: int | None = None
         self._shown_chars = 0
-        self._limit_chars = limit_chars
         self._keep_alive_s = keep_alive_s
         self._quiet_since = started_at + start_wait_s - keep_alive_s
         self._write_timeout_s = write_timeout_s
@@ -182,58 +176,61 @@ class StreamReader(Reader):
         self._takes_seen = 0
         self._untaken_since = started_at
 
-    def on_tokens(self, token_ids: Sequence[int], count: int, finish_reason: str | None, now: float) -> bool:
-        self._measure(now)
-        if finish_reason == "stop" and self._may_be_cut:
-            # Where the text ends, if it was a stop string, stands in the Completion that follows.
-            self._ending += token_ids
-            self._ending_at = count - 1
-            return True
-        text = self._push(token_ids if finish_reason is None else visible_ids(token_ids, finish_reason))
-        if text:
-            self._position = count - 1
-            self._add(text)
-            if self._chars > self._limit_chars:
-                return False
-            self._quiet_since = now
-            self._wake()
-        return True
+    def on_tokens(self, count: int, finish_reason: str | None, now: float) -> None:
+        super().on_tokens(count, finish_reason, now)
+        if finish_reason == "stop":
+            if self._may_be_cut:
+                # Where the text ends, if it was a stop string, stands in the Completion that follows.
+                return
+            count -= 1  # the token that ended the output is counted, not shown
+        self._limit = count
+        self._quiet_since = now
+        self._wake()
 
     def on_end(self, end: End) -> None:
-        if self.end is None and isinstance(end, Completion) and self._ending:
+        if self.end is None and isinstance(end, Completion) and end.finish_reason == "stop":
+            self._cut_at = end.text_length
             if end.text_length is None:
-                text = self._push(visible_ids(self._ending, end.finish_reason))
-            else:
-                ending = self._push(self._ending)
-                shown = max(0, end.text_length - self._shown_chars)
-                text, self.cut_off = ending[:shown], ending[shown:]
-            if text:
-                self._position = self._ending_at
-                self._add(text)
+                self._limit = max(self._limit, len(self.token_ids) - 1)
         super().on_end(end)
 
-    def _add(self, text: str) -> None:
-        self._pending.append(text)
-        self._chars += len(text)
-        self._shown_chars += len(text)
+    @property
+    def has_more(self) -> bool:
+        """There is something to take."""
+        return self._next < self._limit or self._cut_at is not None
 
-    def take(self) -> tuple[str, int] | None:
-        """(text not yet taken, position of its last token), or None."""
+    def take(self) -> list[tuple[str, int]]:
+        """What was not taken yet, token by token: (text, position). If that is much, not all of it."""
         self._takes += 1
-        pending = self._pending
-        if not pending:
-            return None
-        text = pending[0] if len(pending) == 1 else "".join(pending)
-        pending.clear()
-        self._chars = 0
-        return text, self._position
+        pieces: list[tuple[str, int]] = []
+        while not pieces and self._next < self._limit:
+            begin = self._next
+            self._next = min(begin + _MOST_TOKENS, self._limit)
+            if begin < self._num_known:
+                self._next = min(self._next, self._num_known)
+            texts = self._push(self.token_ids[begin : self._next])
+            if self._may_be_cut:
+                self._shown_chars += sum(map(len, texts))
+            if begin >= self._num_known:
+                pieces = [(text, position) for position, text in enumerate(texts, begin) if text]
+        if not pieces and self._cut_at is not None:
+            pieces = self._take_ending(self._cut_at)
+            self._cut_at = None
+        return pieces
+
+    def _take_ending(self, cut_at: int) -> list[tuple[str, int]]:
+        texts = self._push(self.token_ids[self._next :])
+        known = sum(map(len, texts[: max(0, self._num_known - self._next)]))
+        text, shown = "".join(texts), max(0, cut_at - self._shown_chars)
+        self.cut_off = text[shown:]
+        return [(text[known:shown], len(self.token_ids) - 1)] if known < min(shown, len(text)) else []
 
     def on_quiet(self, now: float) -> None:
         if now - self._quiet_since >= self._keep_alive_s:
             self._quiet_since = now
             self.keep_alive_due = True
             self._wake()
-        untaken = bool(self._pending) or self.end is not None or self.keep_alive_due
+        untaken = self.has_more or self.end is not None or self.keep_alive_due
         if not untaken or self._takes != self._takes_seen:
             self._takes_seen, self._untaken_since = self._takes, now
         elif now - self._untaken_since >= self._write_timeout_s and not self.stuck:

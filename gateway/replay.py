@@ -1,29 +1,21 @@
 """One client that reads a stream from the log: its own fold of the request, and what it lacks of it."""
 
-from collections.abc import Sequence
-
 from gateway.config import GatewayConfig
 from gateway.ends import error_of
 from gateway.metrics import Timing
 from gateway.reader import StreamReader
-from schemas.api.errors import ApiError
 from schemas.models import LoadedModel
 from schemas.records import Cancellation, Completion, Failed, Rejected, TokenChunk
 from schemas.stream_state import RETRYABLE_FINISHES, Effect, ReplyRecord, Run, StreamState
 
 # An owner says Retry or Failed within milliseconds, one that was stopped for a while when it wakes.
 RETRY_WAIT_MS = 10_000
-_MOST_CHARS = 4 << 20  # beyond any model's context: what is held for a reader is at most one output
 
 
 class ReplayReader(StreamReader):
-    """Shows what lies behind output position `after` (-1: all) and drops the text up to it.
+    """Shows what lies behind output position `after` (-1: all)."""
 
-    The text up to a position is a function of the tokens up to it: a character whose bytes are not whole
-    at `after` was not shown with it, and comes behind it.
-    """
-
-    __slots__ = ("_known_chars", "_known_push", "_num_known")
+    __slots__ = ()
 
     def __init__(
         self, config: GatewayConfig, model: LoadedModel, may_be_cut: bool, after: int, now: float
@@ -34,26 +26,11 @@ class ReplayReader(StreamReader):
             now,
             model.tokenizer.detokenizer(),
             may_be_cut=may_be_cut,
-            limit_chars=_MOST_CHARS,
             start_wait_s=config.start_wait_s,
             keep_alive_s=config.keep_alive_s,
             write_timeout_s=config.write_timeout_s,
+            after=after,
         )
-        self._num_known = after + 1
-        self._known_chars = 0
-        self._known_push = model.tokenizer.detokenizer().push
-
-    def on_tokens(self, token_ids: Sequence[int], count: int, finish_reason: str | None, now: float) -> bool:
-        lacking = self._num_known - (count - len(token_ids))
-        if lacking > 0:
-            self._known_chars += len(self._known_push(token_ids[:lacking]))
-        return super().on_tokens(token_ids, count, finish_reason, now)
-
-    def _add(self, text: str) -> None:
-        known = max(0, self._known_chars - self._shown_chars)
-        self._shown_chars += min(known, len(text))
-        if known < len(text):
-            super()._add(text[known:])
 
 
 class Replay:
@@ -69,6 +46,7 @@ class Replay:
         self.tenant = tenant
         self.reader = reader
         self.state = StreamState(request_id)
+        reader.token_ids = self.state.token_ids
         self._ended_at: int | None = None
         self._ended_clock: int | None = None
         self._stopped = False
@@ -83,16 +61,13 @@ class Replay:
         if self.done:
             return
         state, reader = self.state, self.reader
-        before = len(state.token_ids)
         effect = state.apply_chunk(run, chunk, timestamp_ms)
         if effect not in (Effect.TOKENS, Effect.BOUND):
             return
         if not reader.bound:
             reader.on_bound(state.model)
         if effect is Effect.TOKENS:
-            count = len(state.token_ids)
-            if not reader.on_tokens(state.token_ids[before:], count, chunk.finish_reason, now):
-                reader.on_end(ApiError(408, "slow_reader", "the client reads too slowly; come back"))
+            reader.on_tokens(len(state.token_ids), chunk.finish_reason, now)
 
     def on_record(self, record: ReplyRecord, timestamp_ms: int) -> None:
         if self.done:

@@ -158,3 +158,8 @@ class Detokenizer:
         """The text that `token_ids` complete; may be empty. Ids outside the vocabulary add nothing."""
         table, size = self._table, len(self._table)
         return self._decode(b"".join([table[i] for i in token_ids if 0 <= i < size]))
+
+    def pieces(self, token_ids: Iterable[int]) -> list[str]:
+        """`push` of each id: the text that it completes."""
+        table, size, decode = self._table, len(self._table), self._decode
+        return [decode(table[i]) if 0 <= i < size else "" for i in token_ids]

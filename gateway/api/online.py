@@ -162,7 +162,6 @@ def new_reader(serving: Serving, exchange: Exchange, prepared: Prepared, request
         exchange.started_at,
         prepared.model.tokenizer.detokenizer(),
         may_be_cut=bool(request.sampling.stop),
-        limit_chars=config.stream_buffer_chars,
         start_wait_s=config.start_wait_s,
         keep_alive_s=config.keep_alive_s,
         write_timeout_s=config.write_timeout_s,

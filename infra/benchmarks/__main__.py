@@ -8,9 +8,9 @@ from typing import Any
 
 import uvloop
 
-from infra.benchmarks import engine, http, overhead
+from infra.benchmarks import engine, gateway, http, overhead
 
-_BENCHMARKS: dict[str, Any] = {"overhead": overhead, "http": http, "engine": engine}
+_BENCHMARKS: dict[str, Any] = {"overhead": overhead, "http": http, "engine": engine, "gateway": gateway}
 
 
 def main() -> int:

@@ -38,6 +38,14 @@ NATIVE = Dialect(
     last_bytes=512,
 )
 
+CHAT = Dialect(
+    path="/v1/chat/completions",
+    token=b'"delta":{"content":',
+    input_tokens=re.compile(rb'"prompt_tokens":(\d+)'),
+    output_tokens=re.compile(rb'"completion_tokens":(\d+)'),
+    last_bytes=1_024,
+)
+
 
 class StreamFailedError(RuntimeError):
     """The answer was no complete stream; the message holds what came."""

@@ -48,7 +48,6 @@ REFUSALS = (
     RefusalKind(404, "stream_not_found", "no such stream, or another tenant's"),
     RefusalKind(405, "method_not_allowed", "the path has other methods"),
     RefusalKind(408, "body_timeout", "the body did not arrive in time"),
-    RefusalKind(408, "slow_reader", "the client reads too slowly"),
     RefusalKind(410, "cancelled", "the request was ended by DELETE /v1/streams/{id}"),
     RefusalKind(410, "stream_expired", "the log no longer holds the stream"),
     RefusalKind(413, "body_too_large", "the body is larger than this gateway takes"),

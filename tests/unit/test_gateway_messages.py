@@ -73,7 +73,7 @@ async def test_the_bytes_of_a_stream() -> None:
     stand.complete(request, 5, "stop")
     await call.finish()
     assert call.content.decode() == (
-        opening(request) + delta(0, "a") + delta(3, "\\né") + closing(4, "end_turn")
+        opening(request) + delta(0, "a") + delta(1, "\\n") + delta(3, "é") + closing(4, "end_turn")
     )
     assert call.headers[b"content-type"] == b"text/event-stream; charset=utf-8"
     assert call.headers[b"request-id"] == call.headers[b"x-request-id"]
@@ -83,12 +83,13 @@ async def test_a_stream_says_which_sequence_stopped_it() -> None:
     stand = Stand()
     call, request = await asked(stand, stream=True, stop_sequences=["\n\n", "STOP"])
     stand.tokens(request, 0, b"hey")
-    await call.until_body(b"hey")
+    await call.until_body(b'"y"')
     stand.tokens(request, 3, b" STOPx", "stop")
     stand.complete(request, 9, "stop", text_length=4)
     await call.finish()
+    said = delta(0, "h") + delta(1, "e") + delta(2, "y")
     assert call.content.decode() == (
-        opening(request) + delta(2, "hey") + delta(8, " ") + closing(8, "stop_sequence", '"STOP"')
+        opening(request) + said + delta(8, " ") + closing(8, "stop_sequence", '"STOP"')
     )
 
 

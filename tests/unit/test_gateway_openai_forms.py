@@ -74,7 +74,8 @@ async def test_the_bytes_of_a_completion_stream(include_usage: bool) -> None:
     assert call.content.decode() == "".join(
         [
             f'id: 0\n{start}{{"text":"a"{tail}null{close}',
-            f'id: 2\n{start}{{"text":"\\nb"{tail}null{close}',
+            f'id: 1\n{start}{{"text":"\\n"{tail}null{close}',
+            f'id: 2\n{start}{{"text":"b"{tail}null{close}',
             f'id: 2\n{start}{{"text":""{tail}"length"{close}',
             usage if include_usage else "",
             "id: 2\ndata: [DONE]\n\n",
@@ -98,7 +99,7 @@ async def test_usage_in_each_chunk_if_asked() -> None:
     options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     stand, call, request = await asked(CHAT_PATH, {**CHAT, **options, "service_tier": "auto"})
     stand.tokens(request, 0, b"ab")
-    await call.until_body(b'"ab"')
+    await call.until_body(b'"b"')
     stand.tokens(request, 2, b"c", "length")
     stand.complete(request, 3)
     await call.finish()
@@ -119,7 +120,8 @@ async def test_usage_in_each_chunk_if_asked() -> None:
     assert call.content.decode() == "".join(
         [
             f"id: -1\n{start}{choice(role)}{usage(0)}",
-            f"id: 1\n{start}" + choice('{"content":"ab"}') + usage(2),
+            f"id: 0\n{start}" + choice('{"content":"a"}') + usage(1),
+            f"id: 1\n{start}" + choice('{"content":"b"}') + usage(2),
             f"id: 2\n{start}" + choice('{"content":"c"}') + usage(3),
             f"id: 2\n{start}" + choice("{}", '"length"') + usage(3),
             f"id: 2\n{start}{usage(3, details)}",
@@ -169,8 +171,8 @@ async def test_log_probabilities_come_with_the_text_they_belong_to() -> None:
     assert [chunk["delta"].get("content") for chunk in chunks] == ["", "a", "é", None]
     assert [chunk["logprobs"] for chunk in chunks] == [
         None,
-        {"content": [entry(b"a"), entry(first)], "refusal": None},
-        {"content": [entry(second)], "refusal": None},
+        {"content": [entry(b"a")], "refusal": None},
+        {"content": [entry(first), entry(second)], "refusal": None},
         None,
     ]
 

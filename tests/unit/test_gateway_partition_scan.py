@@ -46,8 +46,7 @@ async def read(record: ConsumerRecord) -> object:
 
 
 def text(of: Replay) -> str:
-    taken = of.reader.take()
-    return "" if taken is None else taken[0]
+    return "".join(text for text, _ in of.reader.take())
 
 
 async def test_who_waits_is_read_for_from_the_first_of_their_offsets() -> None:

@@ -80,7 +80,7 @@ async def test_delete_at_the_owner_cancels_and_its_client_hears_the_end() -> Non
     request = await stand.request()
     stand.dispatched(request)
     stand.tokens(request, 0, b"ab")
-    await call.until_body(b'"ab"')
+    await call.until_body(b'"b"')
     path = f"/v1/streams/{call.headers[b'x-headrace-stream'].decode()}"
     assert (await stand.call("DELETE", path).finish()).status == 202
     assert [type(action) for action in stand.outbox.actions] == [Announce, Cancel]

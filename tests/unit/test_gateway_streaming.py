@@ -37,7 +37,7 @@ async def test_the_bytes_of_a_stream() -> None:
     await call.until_body(b'"a"')
     stand.tokens(request, 1, "é".encode()[:1])  # no broken character is sent
     stand.tokens(request, 2, "é".encode()[1:])
-    stand.tokens(request, 3, b"b")  # what came while the client was busy is one event
+    stand.tokens(request, 3, b"b")  # what came while the client was busy is one write
     stand.tokens(request, 4, [257], "stop")  # an end token is counted, not shown
     stand.complete(request, 5, "stop")
     await call.finish()
@@ -45,12 +45,13 @@ async def test_the_bytes_of_a_stream() -> None:
         call.content
         == (
             'id: 0\ndata: {"type":"token","text":"a"}\n\n'
-            'id: 3\ndata: {"type":"token","text":"éb"}\n\n'
+            'id: 2\ndata: {"type":"token","text":"é"}\n\n'
+            'id: 3\ndata: {"type":"token","text":"b"}\n\n'
             'id: 4\ndata: {"type":"done","usage":{"input_tokens":3,"cached_tokens":0,"output_tokens":5},'
             '"stop_reason":"stop"}\n\n'
         ).encode()
     )
-    assert [message.get("more_body", False) for message in call.sent[1:]] == [True, True, False]
+    assert [message.get("more_body", False) for message in call.sent[1:]] == [True, False]
     assert stand.outbox.actions == []
     assert stand.serving.owner.open == {}
 
@@ -62,7 +63,7 @@ async def test_a_stop_string_and_what_follows_it_are_never_shown() -> None:
     assert request.sampling.stop == ["STOP"]
     stand.dispatched(request)
     stand.tokens(request, 0, "aé".encode())
-    await call.until_body("aé".encode())
+    await call.until_body("é".encode())
     shown = call.content
     stand.tokens(request, 3, b"b STOPc", "stop")  # told at once: what was held back, and what ended it
     for _ in range(5):
@@ -74,7 +75,8 @@ async def test_a_stop_string_and_what_follows_it_are_never_shown() -> None:
     assert (
         call.content
         == (
-            'id: 2\ndata: {"type":"token","text":"aé"}\n\n'
+            'id: 0\ndata: {"type":"token","text":"a"}\n\n'
+            'id: 2\ndata: {"type":"token","text":"é"}\n\n'
             'id: 9\ndata: {"type":"token","text":"b "}\n\n'
             'id: 9\ndata: {"type":"done",' + usage + ',"stop_reason":"stop"}\n\n'
         ).encode()
@@ -89,9 +91,10 @@ async def test_an_end_token_of_a_request_with_stop_strings_is_not_shown() -> Non
     stand.tokens(request, 0, [*b"hi ST", 257], "stop")
     stand.complete(request, 6, "stop")
     await call.finish()
-    assert call.content.startswith(
-        b'id: 5\ndata: {"type":"token","text":"hi ST"}\n\nid: 5\ndata: {"type":"done"'
-    )
+    assert re.findall(rb'^id: (\d+)\ndata: {"type":"token","text":"(.)"', call.content, re.M) == [
+        (b"%d" % position, bytes([char])) for position, char in enumerate(b"hi ST")
+    ]
+    assert b'\n\nid: 5\ndata: {"type":"done"' in call.content
 
 
 async def test_a_whole_answer_is_cut_before_the_stop_string() -> None:
@@ -257,31 +260,20 @@ async def slow_call(stand: Stand) -> tuple[SlowClient, InferenceRequest]:
     return call, request
 
 
-async def test_a_slow_reader_gets_all_in_few_events() -> None:
+async def test_a_slow_reader_gets_every_token_in_few_writes() -> None:
     stand = Stand()
     call, request = await slow_call(stand)
-    for i in range(1, 200):
-        stand.tokens(request, i, [97 + i % 26])
-    call.read.set()
-    stand.complete(request, 200)
-    await call.finish()
-    text = b"".join(re.findall(rb'"text":"([a-z]*)"', call.content))
-    assert text == b"x" + bytes(97 + i % 26 for i in range(1, 200))
-    assert call.content.count(b"data: ") == 3
-
-
-async def test_a_reader_too_slow_is_ended_and_cancelled() -> None:
-    stand = Stand(stream_buffer_chars=50)
-    call, request = await slow_call(stand)
-    for i in range(1, 100):
-        stand.tokens(request, i, b"y")
-    (cancel,) = cancels(stand)
-    assert cancel.record.reason == "slow_reader"
+    text = bytes(97 + i % 26 for i in range(20_000))
+    for i in range(1, len(text)):
+        stand.tokens(request, i, text[i : i + 1])
+    stand.complete(request, len(text))
+    assert stand.serving.owner.open == {}  # it holds up no end and no bill
     call.read.set()
     await call.finish()
-    assert b'"text":"%b"}' % (b"y" * 51) in call.content
-    assert b'"code":"slow_reader"' in call.content
-    assert b"done" not in call.content
+    assert b"".join(re.findall(rb'"text":"([a-z])"', call.content)) == b"x" + text[1:]
+    writes = [message["body"] for message in call.sent[1:]]
+    assert len(writes) < 100
+    assert max(map(len, writes)) < 20_000  # what a connection buffers, for the turn of the others
 
 
 async def test_a_reader_that_never_reads_holds_nothing_for_ever() -> None:

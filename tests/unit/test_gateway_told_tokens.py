@@ -30,7 +30,6 @@ def reader_of(*, stream: bool, may_be_cut: bool) -> Reader:
             0.0,
             MODEL.tokenizer.detokenizer(),
             may_be_cut=may_be_cut,
-            limit_chars=1_000,
             start_wait_s=1.0,
             keep_alive_s=1.0,
             write_timeout_s=1.0,
@@ -45,7 +44,8 @@ def feed(reader: Reader, ids: list[int], count: int, finish_reason: str | None) 
     """As the owner does."""
     assert reader.told is not None
     reader.told.add(ids, [TokenLogprobs(-i / 10, [i], [-i / 10]) for i in ids], finish_reason)
-    assert reader.on_tokens(ids, count, finish_reason, 0.0)
+    reader.token_ids += ids
+    reader.on_tokens(count, finish_reason, 0.0)
 
 
 def joined(pieces: list[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -78,11 +78,11 @@ def test_pieces_make_the_whole(text: str, how: str, may_be_cut: bool, data: st.D
 
     def look() -> None:
         nonlocal seen
-        taken = stream.take()
-        if taken is not None:
-            seen += taken[0]
-            piece = take(taken[1])
-            pieces.extend([] if piece is None else [piece])
+        while taken := stream.take():
+            for text, position in taken:
+                seen += text
+                piece = take(position)
+                pieces.extend([] if piece is None else [piece])
 
     for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
         feed(stream, ids[start:end], end, finish if end == len(ids) else None)

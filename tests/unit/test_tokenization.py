@@ -45,6 +45,8 @@ def test_any_ids_give_valid_unicode_however_they_are_cut(ids: list[int], data: s
     cut = data.draw(st.integers(0, len(ids)))
     whole, parts = SIMULATED.detokenizer().push(ids), SIMULATED.detokenizer()
     assert parts.push(ids[:cut]) + parts.push(ids[cut:]) == whole
+    one_by_one = SIMULATED.detokenizer()
+    assert SIMULATED.detokenizer().pieces(ids) == [one_by_one.push([token_id]) for token_id in ids]
     whole.encode()
 
 
