@@ -1,6 +1,7 @@
 """The official OpenAI client against the real stack and the real model."""
 
 import json
+from typing import Any
 
 import openai
 import pytest
@@ -58,6 +59,35 @@ def test_the_seed_decides_what_is_sampled(client: openai.OpenAI, gemma_stack: Ru
             for seed in (1, 1, 2)
         ]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_choices_whole_and_streamed(client: openai.OpenAI, gemma_stack: RunningStack) -> None:
+    asked: dict[str, Any] = {
+        "model": gemma_stack.model,
+        "messages": MESSAGES,
+        "max_tokens": 8,
+        "temperature": 1.5,
+        "seed": 1,
+    }
+    with client:
+        alone = client.chat.completions.create(**asked)
+        whole = client.chat.completions.create(**asked, n=2)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = list(client.chat.completions.create(**asked, n=2, **options))
+    texts = ["", ""]
+    finished: list[int] = []
+    for choice in (chunk.choices[0] for chunk in chunks if chunk.choices):
+        texts[choice.index] += choice.delta.content or ""
+        finished += [choice.index] if choice.finish_reason else []
+    assert sorted(finished) == [0, 1]
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert alone.choices[0].message.content == texts[0] != texts[1]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert alone.usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage is not None
+    for usage in (whole.usage, chunks[-1].usage):
+        assert usage.prompt_tokens == 2 * alone.usage.prompt_tokens
 
 
 def test_refusals_arrive_as_the_clients_exceptions(client: openai.OpenAI, gemma_stack: RunningStack) -> None:

@@ -71,8 +71,9 @@ def test_token_ids_are_a_prompt_and_text_comes_back(client: openai.OpenAI, gemma
             client.completions.create(model=gemma_stack.model, prompt=prompt, temperature=0, max_tokens=3)
             for prompt in prompts
         ]
-        with pytest.raises(openai.BadRequestError) as several:
-            client.completions.create(model=gemma_stack.model, prompt=[PROMPT, PROMPT])
+        several = client.completions.create(
+            model=gemma_stack.model, prompt=[PROMPT, "Rome is"], temperature=0, max_tokens=3
+        )
         with pytest.raises(openai.BadRequestError) as echo:
             client.completions.create(model=gemma_stack.model, prompt=PROMPT, echo=True)
     for start in starts:
@@ -80,7 +81,11 @@ def test_token_ids_are_a_prompt_and_text_comes_back(client: openai.OpenAI, gemma
         assert whole.choices[0].text.startswith(start.choices[0].text)
     assert whole.usage is not None
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (6, 16)
-    assert (several.value.param, echo.value.param) == ("prompt", "echo")
+    assert echo.value.param == "echo"
+    assert [choice.index for choice in several.choices] == [0, 1]
+    assert several.choices[0].text == starts[1].choices[0].text != several.choices[1].text
+    assert several.usage is not None
+    assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (6 + 3, 6)
 
 
 def test_log_probabilities_of_a_chat_answer(client: openai.OpenAI, gemma_stack: RunningStack) -> None:
