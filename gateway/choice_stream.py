@@ -75,5 +75,5 @@ async def _chunks(
         for reader in readers:
             reader.keep_alive_due = False
         body = b"".join(parts)
-        if not body:
+        if not body and not any(reader.has_more for reader in readers):
             await Reader.wait_any(readers)

@@ -19,9 +19,9 @@ _HELD = re.compile(r"\s*(?:<(?:t(?:o(?:o(?:l(?:_(?:c(?:a(?:l(?:l)?)?)?)?)?)?)?)?
 
 
 class CallPiece(NamedTuple):
-    """A part of the call `index`; `name` is in the first of them, `arguments` are JSON in pieces."""
+    """A part of the call `call`, from 0; `name` is in the first of them, `arguments` are JSON in pieces."""
 
-    index: int
+    call: int
     name: str | None
     arguments: str
 
@@ -162,8 +162,8 @@ def collected(pieces: Iterable[Piece]) -> tuple[str, list[ToolCall]]:
         elif piece.name is not None:
             calls.append(ToolCall(piece.name, piece.arguments))
         else:
-            name, arguments = calls[piece.index]
-            calls[piece.index] = ToolCall(name, arguments + piece.arguments)
+            name, arguments = calls[piece.call]
+            calls[piece.call] = ToolCall(name, arguments + piece.arguments)
     return said, calls
 
 

@@ -72,8 +72,9 @@ def test_choices_whole_and_streamed(client: openai.OpenAI, gemma_stack: RunningS
     with client:
         alone = client.chat.completions.create(**asked)
         whole = client.chat.completions.create(**asked, n=2)
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        chunks = list(client.chat.completions.create(**asked, n=2, **options))
+        chunks = list(
+            client.chat.completions.create(**asked, n=2, stream=True, stream_options={"include_usage": True})
+        )
     texts = ["", ""]
     finished: list[int] = []
     for choice in (chunk.choices[0] for chunk in chunks if chunk.choices):
