@@ -7,19 +7,22 @@ from starlette.routing import Route, Router
 from gateway.api import (
     anthropic_messages,
     health,
+    kept_responses,
     models,
     native,
     openai_chat,
     openai_completions,
+    openai_responses,
     stream_tokens,
     streams,
     tokenize,
 )
-from gateway.errors import ErrorBoundary
+from gateway.errors import MODELS_URL, ErrorBoundary
 from gateway.exchange import Exchange, Receive, Scope, Send
 from gateway.serving import Serving
 from schemas.api.messages import COUNT_TOKENS_URL
 from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, GENERATE_URL, MESSAGES_URL
+from schemas.api.responses import RESPONSES_URL
 from schemas.api.tokenize import DETOKENIZE_URL, TOKENIZE_URL
 
 Handler = Callable[[Serving, Exchange], Awaitable[None]]
@@ -42,6 +45,11 @@ def make_app(serving: Serving) -> ErrorBoundary:
         ("POST", GENERATE_URL, native.generate),
         ("POST", CHAT_COMPLETIONS_URL, openai_chat.chat_completions),
         ("POST", COMPLETIONS_URL, openai_completions.completions),
+        ("POST", RESPONSES_URL, openai_responses.create),
+        ("GET", f"{RESPONSES_URL}/{{id}}", kept_responses.retrieve),
+        ("DELETE", f"{RESPONSES_URL}/{{id}}", kept_responses.delete),
+        ("POST", f"{RESPONSES_URL}/{{id}}/cancel", kept_responses.cancel),
+        ("GET", f"{RESPONSES_URL}/{{id}}/input_items", kept_responses.input_items),
         ("POST", MESSAGES_URL, anthropic_messages.messages),
         ("POST", COUNT_TOKENS_URL, anthropic_messages.count_tokens),
         ("POST", TOKENIZE_URL, tokenize.tokenize),
@@ -49,8 +57,8 @@ def make_app(serving: Serving) -> ErrorBoundary:
         ("GET", "/v1/streams/{id}", streams.read_stream),
         ("DELETE", "/v1/streams/{id}", streams.cancel_stream),
         ("POST", "/v1/streams/{id}/token", stream_tokens.create_token),
-        ("GET", "/v1/models", models.list_models),
-        ("GET", "/v1/models/{model:path}", models.get_model),
+        ("GET", MODELS_URL, models.list_models),
+        ("GET", f"{MODELS_URL}/{{model:path}}", models.get_model),
         ("GET", "/health/live", health.live),
         ("GET", "/health/ready", health.ready),
         ("GET", "/metrics", health.metrics),

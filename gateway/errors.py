@@ -1,5 +1,5 @@
 """Every refusal leaves here, with an x-request-id, in the shape of the API it was asked of: Anthropic's under
-/v1/messages, elsewhere OpenAI's. Stack traces go to the log alone.
+/v1/messages and where its clients ask for models, elsewhere OpenAI's. Stack traces go to the log alone.
 """
 
 import logging
@@ -13,6 +13,8 @@ from schemas.api.prepare import MESSAGES_URL
 
 log = logging.getLogger(__name__)
 
+MODELS_URL = "/v1/models"
+_ANTHROPIC_VERSION = b"anthropic-version"
 _RETRY_LATER = frozenset({429, 503})
 _DEFAULT_RETRY_MS = 1_000
 # The rest of such a body is not read, so the connection cannot be used again.
@@ -46,12 +48,15 @@ async def send_error(
         extra.append((b"www-authenticate", b"Bearer"))
     if error.status in _CLOSES:
         extra.append((b"connection", b"close"))
-    anthropic_id = exchange.request_id if _is_anthropic(exchange.scope) else None
+    anthropic_id = exchange.request_id if is_anthropic(exchange) else None
     await exchange.respond(error.status, error.to_json(anthropic_id), extra)
 
 
-def _is_anthropic(scope: Scope) -> bool:
-    path: str = scope["path"]
+def is_anthropic(exchange: Exchange) -> bool:
+    """An answer has Anthropic's shape. /v1/models is a path of both APIs."""
+    path: str = exchange.scope["path"]
+    if path == MODELS_URL or path.startswith(f"{MODELS_URL}/"):
+        return _ANTHROPIC_VERSION in exchange.headers
     return path == MESSAGES_URL or path.startswith(f"{MESSAGES_URL}/")
 
 
@@ -69,7 +74,7 @@ class ErrorBoundary:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
-        if _is_anthropic(scope):
+        if is_anthropic(exchange):
             exchange.extra_headers.append((b"request-id", exchange.request_id.hex().encode()))
         scope["exchange"] = exchange
         scope["app"] = self  # has the router raise instead of answering in plain text

@@ -20,7 +20,7 @@ from schemas import topics
 from schemas.codec import encode
 from schemas.fleet import HEARTBEAT_PRODUCER_SETTINGS, PRODUCER_SETTINGS
 from schemas.headers import Headers, ReplyTo, reply_headers
-from schemas.records import Heartbeat, InferenceRequest
+from schemas.records import Described, Heartbeat, InferenceRequest
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,12 @@ class Outbox:
             )
             offset: int = (await acked).offset
             return offset
+
+    async def send_description(self, description: Described, reply_partition: int, timeout_s: float) -> None:
+        """Returns when the broker has it. Raises TimeoutError, KafkaError; it may still arrive then."""
+        async with asyncio.timeout(timeout_s):
+            acked = await self.requests.send(topics.TOKENS, encode(description), partition=reply_partition)
+            await acked
 
     async def send_heartbeat(self, heartbeat: Heartbeat) -> None:
         """Raises TimeoutError, KafkaError. A heartbeat that is not acked is of no interest."""

@@ -7,7 +7,7 @@ from aiokafka import ConsumerRecord
 
 from gateway.replay import Replay
 from schemas.api.errors import ApiError
-from schemas.records import Cancellation, Claim, Tokens
+from schemas.records import Cancellation, Claim, Described, Tokens
 from schemas.stream_state import ReplyRecord, Run
 
 TICK_S = 0.1
@@ -134,6 +134,9 @@ class PartitionScan:
         elif isinstance(record, Cancellation):
             for replay in find(record.request_id, ()):
                 replay.on_cancellation(record)
+        elif isinstance(record, Described):
+            for replay in find(record.request_id, ()):
+                replay.on_description(record)
         elif isinstance(record, ReplyRecord):
             if isinstance(record, Claim) and record.request_id is None:
                 those = list(self._all())

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 _VERSION = 1
 _MAY_BE_CUT = 1
+_DESCRIBED = 2
 # Version, flags, class, partition, first offset, hash of the model's name, request_id.
 _LAYOUT = struct.Struct(">BBBHQ4s16s")
 # Makes 48 bytes: base64 without padding and without spare bits, so an id has one spelling.
@@ -30,6 +31,7 @@ class PublicId(NamedTuple):
 
     `priority` is the class it was asked for in, which the reply partition does not say. `model_hash` is
     `hash_model` of the model whose tokenizer made the prompt. `may_be_cut`: the request names stop strings.
+    `described`: a `Described` lies there too, so that the API's own answer can be made again.
     """
 
     reply_partition: int
@@ -38,6 +40,7 @@ class PublicId(NamedTuple):
     priority: int
     model_hash: bytes
     may_be_cut: bool
+    described: bool = False
 
 
 class NotAnIdError(ValueError):
@@ -63,7 +66,7 @@ class PublicIds:
         """64 characters of A-Z, a-z, 0-9, '-' and '_'."""
         packed = _LAYOUT.pack(
             _VERSION,
-            _MAY_BE_CUT if public_id.may_be_cut else 0,
+            (_MAY_BE_CUT if public_id.may_be_cut else 0) | (_DESCRIBED if public_id.described else 0),
             public_id.priority,
             public_id.reply_partition,
             public_id.first_offset,
@@ -83,7 +86,8 @@ class PublicIds:
         version, flags, priority, partition, first_offset, model_hash, request_id = _LAYOUT.unpack(packed)
         if version != _VERSION:
             raise NotAnIdError
-        return PublicId(partition, first_offset, request_id, priority, model_hash, bool(flags & _MAY_BE_CUT))
+        may_be_cut, described = bool(flags & _MAY_BE_CUT), bool(flags & _DESCRIBED)
+        return PublicId(partition, first_offset, request_id, priority, model_hash, may_be_cut, described)
 
     def _tag(self, packed: bytes, tenant: str) -> bytes:
         # The packed part has a fixed length, so what follows it cannot be shifted into it.

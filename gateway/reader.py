@@ -199,6 +199,11 @@ class StreamReader(Reader):
         """There is something to take."""
         return self._next < self._limit or self._cut_at is not None
 
+    @property
+    def shown_ids(self) -> list[int]:
+        """Those that text was made of, or will be, as far as is known before the end."""
+        return self.token_ids[: self._limit]
+
     def take(self) -> list[tuple[str, int]]:
         """What was not taken yet, token by token: (text, position). If that is much, not all of it."""
         self._takes += 1

@@ -5,7 +5,7 @@ from gateway.ends import error_of
 from gateway.metrics import Timing
 from gateway.reader import StreamReader
 from schemas.models import LoadedModel
-from schemas.records import Cancellation, Completion, Failed, Rejected, TokenChunk
+from schemas.records import Cancellation, Completion, Described, Failed, Rejected, TokenChunk
 from schemas.stream_state import RETRYABLE_FINISHES, Effect, ReplyRecord, Run, StreamState
 
 # An owner says Retry or Failed within milliseconds, one that was stopped for a while when it wakes.
@@ -61,12 +61,16 @@ class Replay:
         if self.done:
             return
         state, reader = self.state, self.reader
+        before = len(state.token_ids)
         effect = state.apply_chunk(run, chunk, timestamp_ms)
         if effect not in (Effect.TOKENS, Effect.BOUND):
             return
         if not reader.bound:
             reader.on_bound(state.model)
         if effect is Effect.TOKENS:
+            if reader.told is not None:
+                told = chunk.logprobs[before - chunk.position :]
+                reader.told.add(state.token_ids[before:], told, chunk.finish_reason)
             reader.on_tokens(len(state.token_ids), chunk.finish_reason, now)
 
     def on_record(self, record: ReplyRecord, timestamp_ms: int) -> None:
@@ -83,6 +87,9 @@ class Replay:
     def on_cancellation(self, record: Cancellation) -> None:
         """A client asked for the end: a Completion `cancelled` will be it, and no retry comes."""
         self._stopped = self._stopped or record.tenant == self.tenant
+
+    def on_description(self, record: Described) -> None:
+        """For those who answer in the form of the API that took the request."""
 
     def on_time(self, given_ms: int, clock_ms: int | None) -> None:
         """`given_ms`: broker time of the last record that was given. `clock_ms`: the log's clock, when all

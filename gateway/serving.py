@@ -95,8 +95,8 @@ class Serving:
         found += [f"no {role} is heard" for role in ("admission", "worker") if not self.view.live(role)]
         return found
 
-    def public_id(self, request: InferenceRequest) -> str:
-        """Where the stream of a request is found that is not yet sent."""
+    def public_id(self, request: InferenceRequest, described: bool = False) -> str:
+        """Where the stream of a request is found that is not yet sent. `described`: see PublicId."""
         partition = request.reply_partition
         public_id = PublicId(
             reply_partition=partition,
@@ -105,6 +105,7 @@ class Serving:
             priority=request.priority,
             model_hash=hash_model(request.model),
             may_be_cut=bool(request.sampling.stop),
+            described=described,
         )
         return self.public_ids.encode(request.tenant, public_id)
 

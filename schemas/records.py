@@ -159,6 +159,12 @@ class Duplicate:
 
 
 @dataclass(slots=True)
+class Described:
+    request_id: bytes
+    body: str
+
+
+@dataclass(slots=True)
 class Retry:
     request_id: bytes
     attempt: int

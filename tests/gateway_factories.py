@@ -24,6 +24,7 @@ from schemas.models import LoadedModel
 from schemas.priority import PriorityClass
 from schemas.records import (
     Completion,
+    Described,
     Dispatched,
     InferenceRequest,
     Rejected,
@@ -52,6 +53,7 @@ class RecordingOutbox(Outbox):
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.sent: list[OwnedRequest] = []
+        self.descriptions: list[Described] = []
         self.arrived = asyncio.Event()
         self.error: Exception | None = None
         self.on_request: Callable[[OwnedRequest], None] | None = None
@@ -67,6 +69,11 @@ class RecordingOutbox(Outbox):
         if self.on_request is not None:
             asyncio.get_running_loop().call_soon(self.on_request, owned)
         return len(self.sent) - 1
+
+    async def send_description(self, description: Described, reply_partition: int, timeout_s: float) -> None:
+        if self.error is not None:
+            raise self.error
+        self.descriptions.append(description)
 
 
 def config(**changes: Any) -> GatewayConfig:
@@ -148,6 +155,7 @@ class Call:
         headers: Iterable[tuple[bytes, bytes]] = (),
         parts: Iterable[bytes] | None = None,
         hang: bool = False,
+        query: bytes = b"",
     ) -> None:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.sent: list[Message] = []
@@ -162,7 +170,7 @@ class Call:
             "path": path,
             "raw_path": path.encode(),
             "root_path": "",
-            "query_string": b"",
+            "query_string": query,
             "headers": [*auth, *headers],
         }
         self.task = asyncio.ensure_future(app(scope, self._receive, self._send))

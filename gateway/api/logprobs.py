@@ -36,3 +36,13 @@ def streamed_logprobs(reader: Reader, prepared: Prepared) -> sse.Logprobs | None
         return shape(tokens) if tokens else None
 
     return take
+
+
+def told_logprobs(reader: Reader, tokenizer: Tokenizer, position: int | None) -> list[dict[str, Any]]:
+    """As /v1/responses lists them, chat's way: of the tokens up to a position (None: all) that were not asked
+    for before; empty where none are told."""
+    if reader.told is None:
+        return []
+    tokens = reader.told.take(position, reader.end if isinstance(reader.end, Completion) else None)
+    content: list[dict[str, Any]] = chat_logprobs(tokenizer)(tokens)["content"]
+    return content

@@ -43,7 +43,7 @@ async def read_stream(serving: Serving, exchange: Exchange) -> None:
     detach = detach_ms(exchange.headers, serving.config.max_detach_s)
     reader = ReplayReader(
         serving.config,
-        _model(serving, public_id),
+        model_of(serving, public_id),
         public_id.may_be_cut,
         _after(exchange, query),
         time.monotonic(),
@@ -75,7 +75,13 @@ async def cancel_stream(serving: Serving, exchange: Exchange) -> None:
     """Asks for the end; what was generated so far can still be read. No error if it has ended."""
     serving.check_open()
     tenant = await serving.authenticate(exchange.headers)
-    public_id = public_id_for(serving, exchange, tenant)
+    ask_for_end(serving, tenant, public_id_for(serving, exchange, tenant))
+    answer = {"id": exchange.scope["path_params"]["id"], "object": "stream", "status": "cancelling"}
+    await exchange.respond(202, sse.to_json(answer))
+
+
+def ask_for_end(serving: Serving, tenant: Tenant, public_id: PublicId) -> None:
+    """Has the request cancelled, whichever gateway owns it; nothing happens if it has ended."""
     request_id = public_id.request_id
     word = Cancellation(request_id, _ALL_ATTEMPTS, tenant.name, "cancelled")
     # 1. The owner, wherever it is, knows that the end was asked for before it sees it: it sends no retry.
@@ -88,8 +94,6 @@ async def cancel_stream(serving: Serving, exchange: Exchange) -> None:
         shards = serving.config.shards
         partition = topics.tenant_partition(tenant.name, public_id.priority, shards)
         serving.outbox.put([Cancel(word, partition, behind_request=True)])
-    answer = {"id": exchange.scope["path_params"]["id"], "object": "stream", "status": "cancelling"}
-    await exchange.respond(202, sse.to_json(answer))
 
 
 def public_id_for(serving: Serving, exchange: Exchange, tenant: Tenant) -> PublicId:
@@ -111,7 +115,8 @@ def _by_token(serving: Serving, exchange: Exchange, token: str) -> Tenant:
     return serving.tenants.named(name)
 
 
-def _model(serving: Serving, public_id: PublicId) -> LoadedModel:
+def model_of(serving: Serving, public_id: PublicId) -> LoadedModel:
+    """The model whose tokens the stream holds. Raises ApiError 503 where it is not served."""
     for model_id, model in serving.models.items():
         if hash_model(model_id) == public_id.model_hash:
             return model

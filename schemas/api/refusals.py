@@ -46,6 +46,7 @@ REFUSALS = (
     RefusalKind(404, "not_found", "nothing is served at this path"),
     RefusalKind(404, "model_not_found", "no such model"),
     RefusalKind(404, "stream_not_found", "no such stream, or another tenant's"),
+    RefusalKind(404, "response_not_found", "no such response, one that was not stored, or another tenant's"),
     RefusalKind(405, "method_not_allowed", "the path has other methods"),
     RefusalKind(408, "body_timeout", "the body did not arrive in time"),
     RefusalKind(410, "cancelled", "the request was ended by DELETE /v1/streams/{id}"),

@@ -20,7 +20,8 @@ async def test_an_answer_says_where_its_stream_is(stream: bool) -> None:
     stand.complete(request, 1)
     await call.finish()
     public_id = stand.serving.public_ids.decode("acme", call.headers[HEADER].decode())
-    assert public_id == (request.reply_partition, 5_000, request.request_id, 1, hash_model("simulated"), True)
+    where = (request.reply_partition, 5_000, request.request_id, 1, hash_model("simulated"), True, False)
+    assert tuple(public_id) == where
 
 
 async def test_a_refusal_of_what_was_asked_has_an_id_but_a_bad_body_has_none() -> None:

@@ -1,0 +1,147 @@
+"""POST /v1/responses, as OpenAI's API has it.
+
+What is stored is a `Described` beside the stream in the log, so any gateway makes the same answer from it
+(kept_responses.py), for as long as the log is kept. A background request is one with time to detach until
+its end.
+"""
+
+import asyncio
+import logging
+from functools import partial
+from typing import Any
+
+from aiokafka.errors import KafkaError
+
+from gateway import sse
+from gateway.api.logprobs import told_logprobs
+from gateway.api.online import STREAM_HEADER, new_reader, new_request, send, traceparent
+from gateway.api.reading import read
+from gateway.attendance import detach_ms
+from gateway.ends import DISCONNECTED
+from gateway.event_stream import watch, write_events
+from gateway.exchange import ClientGoneError, Exchange
+from gateway.owned_request import OwnedRequest
+from gateway.reader import StreamReader, WholeReader
+from gateway.serving import Serving
+from gateway.sse_responses import ResponseFrames
+from gateway.told_tokens import ToldTokens
+from schemas.api.answers import output_text
+from schemas.api.bodies import decode_body
+from schemas.api.errors import ApiError
+from schemas.api.prepare import Prepared
+from schemas.api.response_object import PREFIX, created_response, ended_response
+from schemas.api.responses import ResponsesBody, prepare_response
+from schemas.records import Described, InferenceRequest
+from schemas.tokenization import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+async def create(serving: Serving, exchange: Exchange) -> None:
+    """Answers whole, streaming, or in the background at once.
+
+    Raises ApiError for a refusal, ClientGoneError.
+    """
+
+    def parse(data: bytes) -> tuple[ResponsesBody, Prepared]:
+        body = decode_body(data, ResponsesBody)
+        return body, prepare_response(body, serving.models)
+
+    tenant, (body, prepared) = await read(serving, exchange, parse)
+    request = new_request(serving, exchange, tenant, prepared)
+    background = bool(body.background)
+    detach = request.end_ms if background else detach_ms(exchange.headers, serving.config.max_detach_s)
+    public_id = serving.public_id(request, described=body.stored)
+    created = created_response(body, f"{PREFIX}{public_id}", request.accepted_at // 1000)
+    exchange.extra_headers.append((STREAM_HEADER, public_id.encode()))
+    tokenizer = prepared.model.tokenizer
+    reader = new_reader(serving, exchange, prepared, request)
+    if prepared.sampling.logprobs is not None:
+        reader.told = ToldTokens(tokenizer)
+    owned = serving.owner.accept(request, reader, traceparent(exchange))
+    owned.detach_ms = detach
+    if background and not prepared.stream:
+        await _begin(serving, owned, created)
+        await exchange.respond(200, sse.to_json(created))
+        return
+    serving.accepted(owned, reader)
+    gone = asyncio.create_task(watch(exchange, reader))
+    reason = DISCONNECTED
+    try:
+        await _send(serving, owned, created)
+        if isinstance(reader, StreamReader):
+            # In the background the id is what counts: it is told without waiting for a worker.
+            reader.keep_alive_due = background
+            await write_events(
+                exchange,
+                reader,
+                lambda: ResponseFrames(
+                    created,
+                    request.request_id,
+                    tokenizer,
+                    reader,
+                    partial(told_logprobs, reader, tokenizer),
+                    lambda: owned.state.ended,
+                ),
+            )
+        else:
+            assert isinstance(reader, WholeReader)
+            await _whole(exchange, reader, tokenizer, request.request_id, created)
+    except ApiError as e:
+        reason = e.code
+        raise
+    finally:
+        gone.cancel()
+        serving.finished(owned, reader, reason, exchange.elapsed_s)
+
+
+async def _begin(serving: Serving, owned: OwnedRequest, created: dict[str, Any]) -> None:
+    """Has the request run with nobody waiting. Raises ApiError 503."""
+    try:
+        await _send(serving, owned, created)
+    except ApiError as e:
+        serving.outbox.put(serving.owner.abandon(owned, e.code))
+        raise
+    serving.outbox.put(serving.owner.leave(owned, DISCONNECTED))
+    request = owned.request
+    log.info(
+        "a response runs in the background",
+        extra={"request_id": request.request_id.hex(), "tenant": request.tenant, "model": request.model},
+    )
+
+
+async def _send(serving: Serving, owned: OwnedRequest, created: dict[str, Any]) -> None:
+    """Returns when the broker has the request, and what is stored of it: who has an answer can read it
+    again. Raises ApiError 503."""
+    describe = [_describe(serving, owned.request, created)] if created["store"] else []
+    await asyncio.gather(send(serving, owned), *describe)
+
+
+async def _describe(serving: Serving, request: InferenceRequest, created: dict[str, Any]) -> None:
+    record = Described(request.request_id, sse.to_json(created).decode())
+    try:
+        await serving.outbox.send_description(record, request.reply_partition, serving.config.ack_timeout_s)
+    except (TimeoutError, KafkaError) as e:
+        log.warning("a response was not stored", extra={"request_id": request.request_id, "error": repr(e)})
+        message = "the response could not be stored; try again"
+        raise ApiError(503, "broker_unavailable", message, None, 1_000) from None
+
+
+async def _whole(
+    exchange: Exchange,
+    reader: WholeReader,
+    tokenizer: Tokenizer,
+    request_id: bytes,
+    created: dict[str, Any],
+) -> None:
+    while reader.end is None:
+        if reader.disconnected:
+            raise ClientGoneError
+        await reader.wait()
+    end = reader.end
+    if isinstance(end, ApiError):
+        raise end
+    text = output_text(tokenizer, reader.token_ids, end.finish_reason, end.text_length)
+    logprobs = told_logprobs(reader, tokenizer, None)
+    response = ended_response(created, request_id, reader.model, end, text, logprobs)
+    await exchange.respond(200, sse.to_json(response))
