@@ -3,44 +3,24 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import pytest
 import pytest_asyncio
 
-from gateway.config import GatewayConfig
 from gateway.public_id import PublicId
-from gateway.service import Gateway
 from infra.local.broker import Broker
-from infra.topics.create import create_topics
-from schemas.api_keys import new_key
-from schemas.priority import PriorityClass
-from schemas.records import InferenceRequest, Tenant
-from schemas.topics import Layout
-from tests.fleet_driver import FleetDriver, serve, until
+from schemas.records import InferenceRequest
+from tests.fleet_driver import FleetDriver, until
+from tests.gateway_pair import HEADERS, OTHER_HEADERS, GatewayPair, LedWorker, gateway_broker, gateway_pair
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-LAYOUT = Layout(shards=2, worker_slots=2, gateway_slots=2)
-SECRET = "for both gateways"
-KEY, _API_KEY = new_key(0)
-OTHER_KEY, _OTHER_API_KEY = new_key(0)
-HEADERS = {"authorization": f"Bearer {KEY}"}
 TEXT = "Grüße, 漢字 und 🙂. " * 4
 TOKENS = list(TEXT.encode())
 BODY = {"model": "simulated", "prompt": "hi", "max_tokens": len(TOKENS), "stream": True}
 
 
-@dataclass
-class Api:
-    """Two gateways, their driver, a client for each; slot 0 takes the requests."""
-
-    gateways: list[Gateway]
-    driver: FleetDriver
-    owner: httpx.AsyncClient
-    other: httpx.AsyncClient
-
+class Api(GatewayPair):
     async def read(
         self, stream: str, after: int | None = None, client: httpx.AsyncClient | None = None
     ) -> httpx.Response:
@@ -50,89 +30,20 @@ class Api:
 
 @pytest.fixture(scope="module")
 def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    broker = Broker(tmp_path_factory.mktemp("streams-broker"))
-
-    async def start() -> None:
-        await broker.start()
-        await create_topics(broker.bootstrap_servers, LAYOUT)
-
-    try:
-        asyncio.run(start())
+    with gateway_broker(tmp_path_factory.mktemp("streams-broker")) as broker:
         yield broker
-        asyncio.run(broker.stop())
-    finally:
-        broker.kill()
-
-
-def config(broker: Broker, slot: int) -> GatewayConfig:
-    return GatewayConfig(
-        kafka=broker.bootstrap_servers,
-        slot=slot,
-        shards=LAYOUT.shards,
-        worker_slots=LAYOUT.worker_slots,
-        gateway_slots=LAYOUT.gateway_slots,
-        models_dir=Path("no-models"),
-        models="simulated",
-        cancel_timeout_ms=1_000,
-        drain_s=5.0,
-        stream_secret=SECRET,
-        max_scans=4,
-    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def api_module(own_broker: Broker) -> AsyncIterator[Api]:
-    driver = FleetDriver(own_broker.bootstrap_servers, LAYOUT)
-    await driver.start()
-    await driver.put_tenant("acme", Tenant("acme", PriorityClass.INTERACTIVE, [_API_KEY], []))
-    await driver.put_tenant("other", Tenant("other", PriorityClass.INTERACTIVE, [_OTHER_API_KEY], []))
-    gateways = [Gateway(config(own_broker, slot)) for slot in range(2)]
-    stop = asyncio.Event()
-    running = [asyncio.create_task(gateway.run(stop)) for gateway in gateways]
-    clients = [httpx.AsyncClient(base_url=f"http://127.0.0.1:{g.port}", timeout=20) for g in gateways]
-    await until(lambda: all(g.serving.joined for g in gateways))
-    yield Api(gateways, driver, *clients)
-    for client in clients:
-        await client.aclose()
-    stop.set()
-    await asyncio.wait_for(asyncio.gather(*running), 20)
-    await driver.stop()
+    async with gateway_pair(own_broker) as pair:
+        yield Api(pair.gateways, pair.driver, pair.owner, pair.other)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def api(api_module: Api) -> AsyncIterator[Api]:
-    """Between tests nothing is open."""
-    driver = api_module.driver
     yield api_module
-    driver.script = serve
-    for gateway in api_module.gateways:
-        serving = gateway.serving
-        await until(lambda serving=serving: not serving.owner.open and not len(serving.scans))  # type: ignore[misc]
-    await driver.caught_up()
-    for queue in (driver.requests, driver.cancellations, driver.queue_cancellations, driver.usage):
-        while not queue.empty():
-            queue.get_nowait()
-
-
-class Worker:
-    """A script that tells tokens when it is let, one a record."""
-
-    def __init__(self) -> None:
-        self._allowed = 0
-        self._moved = asyncio.Event()
-
-    def allow(self, count: int) -> None:
-        self._allowed = count
-        self._moved.set()
-
-    async def __call__(self, driver: FleetDriver, request: InferenceRequest) -> None:
-        await driver.dispatch(request)
-        for at, token_id in enumerate(TOKENS):
-            while at >= self._allowed:
-                self._moved.clear()
-                await self._moved.wait()
-            await driver.tokens(request, at, [token_id], "length" if at + 1 == len(TOKENS) else None)
-        await driver.complete(request, len(TOKENS), "length")
+    await api_module.nothing_open()
 
 
 def parse(text: str) -> tuple[str, list[int], str]:
@@ -151,7 +62,7 @@ def parse(text: str) -> tuple[str, list[int], str]:
 
 async def finished(api: Api) -> tuple[str, str]:
     """(id, whole body) of a stream that has ended."""
-    worker = Worker()
+    worker = LedWorker(TOKENS)
     worker.allow(len(TOKENS))
     api.driver.script = worker
     response = await api.owner.post("/v1/generate", json=BODY, headers=HEADERS)
@@ -187,7 +98,7 @@ async def test_a_page_reads_it_by_a_token_in_the_url(api: Api) -> None:
 
 
 async def test_many_clients_come_back_to_a_running_stream_by_few_readings(api: Api) -> None:
-    worker = Worker()
+    worker = LedWorker(TOKENS)
     api.driver.script = worker
     worker.allow(9)
     async with api.owner.stream("POST", "/v1/generate", json=BODY, headers=HEADERS) as response:
@@ -216,9 +127,8 @@ async def test_many_clients_come_back_to_a_running_stream_by_few_readings(api: A
 async def test_what_a_client_may_not_read_looks_like_nothing(api: Api) -> None:
     stream, _ = await finished(api)
     public_id = api.gateways[0].serving.public_ids.decode("acme", stream)
-    others = {"authorization": f"Bearer {OTHER_KEY}"}
     answers = [
-        await api.other.get(f"/v1/streams/{stream}", headers=others),
+        await api.other.get(f"/v1/streams/{stream}", headers=OTHER_HEADERS),
         await api.other.get(f"/v1/streams/{stream[:-1]}", headers=HEADERS),
         await api.other.get("/v1/streams/x", headers=HEADERS),
     ]
@@ -282,7 +192,7 @@ async def read_some(api: Api, up_to: int, **headers: str) -> tuple[str, str]:
 
 
 async def test_a_client_that_left_for_a_while_gets_the_rest_elsewhere(api: Api) -> None:
-    worker = Worker()
+    worker = LedWorker(TOKENS)
     api.driver.script = worker
     worker.allow(9)
     stream, seen = await read_some(api, 8, **{"x-headrace-detach": "2"})
@@ -350,8 +260,7 @@ async def test_delete_ends_a_stream_for_all_that_read_it(api: Api, at_owner: boo
         (owned,) = api.gateways[0].serving.owner.open.values()
         await until(lambda: bool(owned.state.readers))
         client = api.owner if at_owner else api.other
-        others = {"authorization": f"Bearer {OTHER_KEY}"}
-        assert (await client.delete(f"/v1/streams/{stream}", headers=others)).status_code == 404
+        assert (await client.delete(f"/v1/streams/{stream}", headers=OTHER_HEADERS)).status_code == 404
         answer = await client.delete(f"/v1/streams/{stream}", headers=HEADERS)
         assert answer.status_code == 202
         assert answer.json() == {"id": stream, "object": "stream", "status": "cancelling"}
@@ -364,7 +273,7 @@ async def test_delete_ends_a_stream_for_all_that_read_it(api: Api, at_owner: boo
 
 
 async def test_a_reading_outlives_a_broker_that_dies(api: Api, own_broker: Broker) -> None:
-    worker = Worker()
+    worker = LedWorker(TOKENS)
     api.driver.script = worker
     worker.allow(9)
     stream, seen = await read_some(api, 8, **{"x-headrace-detach": "60"})
