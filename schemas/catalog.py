@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SIMULATED_MODEL = "simulated"
+TOOL_CALL_FORMATS = ("hermes",)
 _SIMULATED_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -41,7 +42,8 @@ class ModelSpec:
     """What the fleet must agree on about one model. Lengths are in tokens.
 
     `weights` and `tokenizer` are file names in the model's folder; empty for the simulated model. Without a
-    `canary` each worker takes what it computes when it starts for right.
+    `canary` each worker takes what it computes when it starts for right. `tool_call_format` is how the model
+    writes tool calls (api/tool_calls.py); empty where it knows none.
     """
 
     id: str
@@ -58,6 +60,7 @@ class ModelSpec:
     description: str = ""
     fallback_models: list[str] = field(default_factory=list)
     canary: Canary | None = None
+    tool_call_format: str = ""
 
 
 def simulated_model() -> ModelSpec:
@@ -106,6 +109,9 @@ def parse_spec(text: str, source: str) -> ModelSpec:
     spec = ModelSpec(**data)
     if spec.max_model_len < 1:
         raise CatalogError(f"{source}: field 'max_model_len' must be at least 1")
+    if spec.tool_call_format not in ("", *TOOL_CALL_FORMATS):
+        known = ", ".join(TOOL_CALL_FORMATS)
+        raise CatalogError(f"{source}: field 'tool_call_format' must be one of {known}, or empty")
     return spec
 
 

@@ -8,6 +8,8 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from schemas.tokenization import Tokenizer
@@ -21,12 +23,23 @@ def _raise_exception(message: str) -> NoReturn:
     raise ChatTemplateError(message)
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As templates know it from transformers."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, autoescape=False)
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=[loopcontrols]
+    )
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -34,12 +47,17 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """One model's template. Control tokens spelled out in a message stay plain text."""
+    """One model's template. Control tokens spelled out in a message stay plain text.
+
+    `takes_tools`: it tells the model of the `tools` that it is given.
+    """
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         """Raises ChatTemplateError when `source` does not parse."""
+        env = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = env.from_string(source)
+            self.takes_tools = "tools" in find_undeclared_variables(env.parse(source))
         except TemplateError as e:
             raise ChatTemplateError(f"the model's chat template is broken: {e}") from e
         self._tokenizer = tokenizer
@@ -63,6 +81,7 @@ class ChatTemplate:
             return f"{nonce}{len(forged) - 1:08d}"
 
         inputs = [self._disarm(message, hide) for message in messages]
+        context = self._disarm(context, hide)
         if continue_last:
             # A template may trim a message; where its content ends shows by what cannot be trimmed.
             end = f"{nonce}end"
@@ -102,7 +121,7 @@ class ChatTemplate:
         if isinstance(value, str):
             return self._tokenizer.replace_special(value, hide)
         if isinstance(value, Mapping):
-            return {key: self._disarm(item, hide) for key, item in value.items()}
+            return {self._disarm(key, hide): self._disarm(item, hide) for key, item in value.items()}
         if isinstance(value, list):
             return [self._disarm(item, hide) for item in value]
         return value

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from schemas.catalog import Catalog, ModelSpec
+from schemas.catalog import Catalog, CatalogError, ModelSpec
 from schemas.chat_template import ChatTemplate
 from schemas.tokenization import Tokenizer
 
@@ -14,12 +14,21 @@ class LoadedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
 
+    @property
+    def takes_tools(self) -> bool:
+        """It can be told of tools, and its calls can be read."""
+        return bool(self.spec.tool_call_format)
+
     @classmethod
     def load(cls, catalog: Catalog, model_id: str) -> "LoadedModel":
         """Takes about a second for a vocabulary of 262,144. Raises CatalogError or ValueError."""
         spec = catalog.get(model_id)
         tokenizer = Tokenizer.load(catalog, model_id)
         template = ChatTemplate(spec.chat_template, tokenizer) if spec.chat_template else None
+        if spec.tool_call_format and not (template and template.takes_tools):
+            raise CatalogError(
+                f"model {model_id!r}: field 'tool_call_format' is set, but its chat_template has no tools"
+            )
         return cls(spec, tokenizer, template)
 
 

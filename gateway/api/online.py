@@ -27,6 +27,7 @@ from schemas.api.choices import choice_request_id
 from schemas.api.errors import ApiError
 from schemas.api.messages import MessagesBody, prepare_messages
 from schemas.api.prepare import Body, Prepared, prepare
+from schemas.api.tool_calls import parse_tool_calls
 from schemas.headers import TRACEPARENT
 from schemas.priority import PriorityClass
 from schemas.records import Completion, InferenceRequest, Tenant
@@ -201,17 +202,20 @@ def _finished(choice: Choice) -> Finished:
     request, end = owned.request, reader.end
     assert isinstance(reader, WholeReader)
     assert isinstance(end, Completion)
+    text = output_text(prepared.model.tokenizer, reader.token_ids, end.finish_reason, end.text_length)
+    text, tool_calls = parse_tool_calls(text) if prepared.has_tools else (text, [])
     return Finished(
         request_id=request.request_id,
         model=reader.model,
         created_s=request.accepted_at // 1000,
-        text=output_text(prepared.model.tokenizer, reader.token_ids, end.finish_reason, end.text_length),
+        text=text,
         finish_reason=end.finish_reason,
         input_tokens=end.input_tokens,
         cached_tokens=end.cached_tokens,
         output_tokens=end.output_tokens,
         logprobs=whole_logprobs(reader, prepared, end),
         service_tier=prepared.service_tier,
+        tool_calls=tool_calls,
         stop_sequence=None if end.text_length is None else _stop_sequence(reader, prepared, end.text_length),
     )
 

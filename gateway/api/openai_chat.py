@@ -1,10 +1,13 @@
 """POST /v1/chat/completions, as OpenAI's API has it."""
 
+from functools import partial
+
 from gateway import sse
 from gateway.api.openai_choices import serve_choices
 from gateway.choice_stream import Choice
 from gateway.exchange import Exchange
 from gateway.serving import Serving
+from gateway.sse_tools import ToolChatFrames
 from schemas.api.bodies import ChatCompletionBody
 
 
@@ -16,7 +19,12 @@ def _chunks(
     first: Choice, choice: Choice, index: int, usage: sse.UsageSoFar | None, logprobs: sse.Logprobs | None
 ) -> sse.OpenAIFrames:
     request = first.owned.request
-    return sse.ChatFrames(
+    kind = (
+        partial(ToolChatFrames, choice.owned.request.request_id)
+        if choice.prepared.has_tools
+        else sse.ChatFrames
+    )
+    return kind(
         request.request_id,
         choice.reader.model,
         request.accepted_at // 1000,

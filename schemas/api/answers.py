@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, MESSAGES_URL
+from schemas.api.tool_calls import ToolCall
 from schemas.records import Completion
 from schemas.tokenization import Tokenizer
 
@@ -28,6 +29,7 @@ class Finished:
     logprobs: dict[str, Any] | None = None
     service_tier: str | None = None
     stop_sequence: str | None = None
+    tool_calls: Sequence[ToolCall] = ()
 
 
 def visible_ids(token_ids: Sequence[int], finish_reason: str | None) -> Sequence[int]:
@@ -77,6 +79,16 @@ def openai_usage(input_tokens: int, cached_tokens: int | None, output_tokens: in
     if cached_tokens is None:
         return counts
     return {**counts, "prompt_tokens_details": {"cached_tokens": cached_tokens}}
+
+
+def tool_call_id(prefix: str, request_id: bytes, index: int) -> str:
+    """The same whenever an output is read; `prefix` is the API's."""
+    return f"{prefix}_{request_id.hex()}{index}"
+
+
+def chat_finish_reason(finish_reason: str, num_tool_calls: int) -> str:
+    """In OpenAI's words."""
+    return "tool_calls" if num_tool_calls and finish_reason == "stop" else finish_reason
 
 
 def chat_completion_id(request_id: bytes) -> str:
@@ -150,14 +162,29 @@ def _chat_completion(choices: Sequence[Finished]) -> dict[str, Any]:
         "choices": [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": finished.text, "refusal": None},
+                "message": _chat_message(finished),
                 "logprobs": finished.logprobs,
-                "finish_reason": finished.finish_reason,
+                "finish_reason": chat_finish_reason(finished.finish_reason, len(finished.tool_calls)),
             }
             for index, finished in enumerate(choices)
         ],
         "usage": total_usage(choices),
     }
+
+
+def _chat_message(finished: Finished) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": finished.text, "refusal": None}
+    if finished.tool_calls:
+        message["content"] = finished.text or None
+        message["tool_calls"] = [
+            {
+                "id": tool_call_id("call", finished.request_id, index),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for index, call in enumerate(finished.tool_calls)
+        ]
+    return message
 
 
 def _completion(choices: Sequence[Finished]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from schemas.api import fields
 from schemas.api.choices import MAX_N
 from schemas.api.errors import ApiError, bad_field
 from schemas.api.structured import ResponseFormat
+from schemas.api.tools import MAX_TOOLS, ToolChoice, Tools
 from schemas.sampling import MAX_TOP_LOGPROBS
 
 
@@ -18,22 +19,31 @@ class TextPart(Struct, forbid_unknown_fields=True):
     text: str
 
 
+class CalledFunction(Struct, forbid_unknown_fields=True):
+    """`arguments`: JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Struct, forbid_unknown_fields=True):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Fields that can only be null are in the answers, which clients send back as they are."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
     refusal: None = None
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
-
-    def as_template_input(self) -> dict[str, Any]:
-        text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text}
+    tool_calls: Annotated[list[MessageToolCall], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=fields.MAX_MESSAGES)]
@@ -92,8 +102,8 @@ class ChatCompletionBody(Struct, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stop: fields.OpenAIStop | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     response_format: ResponseFormat | None = None
     presence_penalty: fields.Penalty | None = None
     frequency_penalty: fields.Penalty | None = None
@@ -108,12 +118,7 @@ class ChatCompletionBody(Struct, forbid_unknown_fields=True):
 
     def unsupported(self) -> str | None:
         """The first field that asks for what is not served."""
-        asked = (
-            ("tools", self.tools),
-            ("tool_choice", None if self.tool_choice == "none" else self.tool_choice),
-            ("store", self.store),
-        )
-        return next((name for name, value in asked if value), None)
+        return "store" if self.store else None
 
 
 B = TypeVar("B", bound=Struct)

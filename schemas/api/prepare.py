@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from schemas.api.bodies import ChatCompletionBody, GenerateBody, StreamOptions
 from schemas.api.choices import MAX_CHOICES, choice_seed
 from schemas.api.completions import CompletionBody
+from schemas.api.conversation import chat_ids
 from schemas.api.errors import ApiError, bad_field
 from schemas.api.prompts import (
-    chat_ids,
     check_token_ids,
     check_unicode,
     completion_prompts,
@@ -19,6 +19,7 @@ from schemas.api.prompts import (
     text_ids,
 )
 from schemas.api.structured import response_grammar
+from schemas.api.tools import openai_tools
 from schemas.models import LoadedModel
 from schemas.priority import PriorityClass
 from schemas.sampling import Grammar, LogitBias, SamplingParams
@@ -46,6 +47,7 @@ class Prepared:
 
     `num_prompt_tokens` stays when whoever runs the request has let go of the ids. `include_usage`,
     `continuous_usage`: usage at the end of the stream, in each of its chunks. `service_tier`: to be answered.
+    `has_tools`: the output is to be read for tool calls.
     """
 
     url: str
@@ -58,6 +60,7 @@ class Prepared:
     include_usage: bool = True
     continuous_usage: bool = False
     service_tier: str | None = None
+    has_tools: bool = False
 
 
 def prepare(body: Body, models: Mapping[str, LoadedModel]) -> Prepared:
@@ -105,7 +108,8 @@ def _generate(body: GenerateBody, model: LoadedModel) -> Prepared:
 def _chat(body: ChatCompletionBody, model: LoadedModel) -> Prepared:
     check_supported(body.unsupported())
     include_usage, continuous_usage = _usage_options(body.stream_options)
-    ids = chat_ids(body.messages, model)
+    use = openai_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model)
+    ids = chat_ids(body.messages, model, use and use.tools)
     limit = output_limit(
         body.max_completion_tokens or body.max_tokens,
         DEFAULT_MAX_TOKENS,
@@ -114,7 +118,12 @@ def _chat(body: ChatCompletionBody, model: LoadedModel) -> Prepared:
         model.spec.max_model_len,
         "messages",
     )
-    sampling = _sampling(body, model, limit, response_grammar(body.response_format))
+    grammar = response_grammar(body.response_format)
+    if use is not None:
+        check_beside_tools("response_format", grammar)
+        check_beside_tools("logprobs", body.logprobs)
+        grammar = use.grammar
+    sampling = _sampling(body, model, limit, grammar)
     if body.top_logprobs and not body.logprobs:
         raise bad_field("top_logprobs", "goes with logprobs: true")
     if body.logprobs:
@@ -131,6 +140,7 @@ def _chat(body: ChatCompletionBody, model: LoadedModel) -> Prepared:
         continuous_usage,
         # The class of a request is `priority`; a tier that is left to us is the default one.
         "default" if body.service_tier else None,
+        has_tools=use is not None,
     )
 
 
@@ -184,6 +194,12 @@ def check_supported(field: str | None) -> None:
     """Raises ApiError that names `field`, which asks for what is not served; None asks for nothing."""
     if field is not None:
         raise ApiError(400, "unsupported_field", f"{field}: this is not supported", field)
+
+
+def check_beside_tools(field: str, value: object) -> None:
+    """Raises ApiError that names `field`, which cannot be told apart from calls."""
+    if value:
+        raise bad_field(field, "cannot go with tools, unless tool_choice is none")
 
 
 def _usage_options(options: StreamOptions | None) -> tuple[bool, bool]:

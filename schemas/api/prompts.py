@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from schemas.api.bodies import Message
 from schemas.api.errors import ApiError, bad_field
 from schemas.chat_template import ChatTemplateError
 from schemas.models import LoadedModel
@@ -58,25 +57,24 @@ def completion_prompts(
     return found
 
 
-def chat_ids(messages: Sequence[Message], model: LoadedModel) -> list[int]:
-    """The prompt that is a conversation. Raises ApiError that names the message."""
-    inputs = [message.as_template_input() for message in messages]
-    for i, message in enumerate(inputs):
-        check_unicode(message["content"], f"messages[{i}].content")
-    return template_ids(inputs, model)
-
-
 def template_ids(
-    inputs: Sequence[Mapping[str, Any]], model: LoadedModel, *, continue_last: bool = False
+    inputs: Sequence[Mapping[str, Any]],
+    model: LoadedModel,
+    *,
+    continue_last: bool = False,
+    tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
     """The prompt of messages as a chat template takes them; `continue_last`: the output goes on with the last
     one, the assistant's. Raises ApiError that names `messages`."""
     if model.chat_template is None:
         raise bad_field("messages", f"model {model.spec.id} has no chat template; use prompt")
+    context = {} if tools is None else {"tools": tools}
     try:
-        return model.chat_template.encode(inputs, continue_last=continue_last)
+        return model.chat_template.encode(inputs, continue_last=continue_last, **context)
     except ChatTemplateError as e:
         raise bad_field("messages", str(e)) from None
+    except RecursionError:
+        raise bad_field("messages", "nested too deeply") from None
 
 
 def check_unicode(text: str, field: str) -> None:

@@ -29,7 +29,7 @@ def response_grammar(wanted: ResponseFormat | None, regex: str | None = None) ->
     if wanted is not None and (wanted.type == "json_schema") != (wanted.json_schema is not None):
         raise bad_field("response_format.json_schema", "goes with type json_schema, and only with it")
     if wanted is None or wanted.type == "text":
-        return None if regex is None else _checked(Grammar("regex", regex), "regex")
+        return None if regex is None else checked_grammar(Grammar("regex", regex), "regex")
     if regex is not None:
         raise bad_field("regex", "give either regex or response_format")
     schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema
@@ -40,10 +40,11 @@ def response_grammar(wanted: ResponseFormat | None, regex: str | None = None) ->
 def schema_grammar(schema: dict[str, Any], field: str) -> Grammar:
     """JSON that keeps to `schema`. Raises ApiError that names `field`."""
     source = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
-    return _checked(Grammar("json_schema", source), field)
+    return checked_grammar(Grammar("json_schema", source), field)
 
 
-def _checked(grammar: Grammar, field: str) -> Grammar:
+def checked_grammar(grammar: Grammar, field: str) -> Grammar:
+    """`grammar`. Raises ApiError that names `field` where it cannot be served."""
     try:
         grammar.source.encode()
     except UnicodeEncodeError:

@@ -6,8 +6,9 @@ from typing import Any
 from msgspec import Struct
 
 from schemas.api.bodies import Messages
+from schemas.api.conversation import chat_ids
 from schemas.api.errors import bad_field
-from schemas.api.prompts import chat_ids, check_token_ids, check_unicode, find_model
+from schemas.api.prompts import check_token_ids, check_unicode, find_model
 from schemas.models import LoadedModel
 
 TOKENIZE_URL = "/tokenize"

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-HERMES = "hermes"
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')

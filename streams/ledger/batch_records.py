@@ -92,6 +92,8 @@ def parse(
             raise bad_field("priority", "a batch request is always of class batch")
         if prepared.sampling.logprobs is not None:
             raise ApiError(400, "unsupported_field", "logprobs: not supported in batch requests", "logprobs")
+        if prepared.has_tools:
+            raise ApiError(400, "unsupported_field", "tools: not supported in batch requests", "tools")
     except ApiError as e:
         return BadRecord(source, e)
     request_id = request_id_of(tenant, custom_id, url, body)

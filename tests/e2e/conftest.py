@@ -87,13 +87,8 @@ MakeStack = Callable[..., RunningStack]
 
 
 def simulated_config(data_dir: Path, **changes: Any) -> StackConfig:
-    return StackConfig(
-        data_dir=data_dir,
-        models_dir=data_dir,
-        models=(SIMULATED_MODEL,),
-        runner="simulated",
-        **{"step_ms": 2.0, **changes},
-    )
+    settings = {"models_dir": data_dir, "models": (SIMULATED_MODEL,), "step_ms": 2.0, **changes}
+    return StackConfig(data_dir=data_dir, runner="simulated", **settings)
 
 
 @pytest.fixture

@@ -126,7 +126,7 @@ REFUSALS = [
     Refusal("out of range", 400, "invalid_value", {**BODY, "temperature": 3}, "temperature"),
     Refusal("unknown class", 400, "invalid_value", {**BODY, "priority": "gold"}, "priority"),
     Refusal("no prompt", 400, "invalid_value", {"model": "simulated"}, "prompt"),
-    Refusal("unsupported field", 400, "unsupported_field", {**CHAT, "tools": [{}]}, "tools", CHAT_PATH),
+    Refusal("unsupported field", 400, "unsupported_field", {**CHAT, "store": True}, "store", CHAT_PATH),
     Refusal("nested field", 400, "invalid_value", {**CHAT, "messages": [{"role": "x", "content": ""}]},
             "messages[0].role", CHAT_PATH),
     Refusal("long prompt", 400, "context_length_exceeded", {**BODY, "prompt": "a" * 40_000}, "prompt"),

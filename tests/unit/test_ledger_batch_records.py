@@ -110,7 +110,7 @@ def test_a_producers_retry_is_the_same_request_and_other_work_is_not() -> None:
         ({**LINE, "body": "text"}, "invalid_value", "body"),
         ({"custom_id": "a", "url": "/v1/generate"}, "missing_field", "body"),
         ({**LINE, "body": {**CHAT_BODY, "stream": True}}, "invalid_value", "stream"),
-        ({**LINE, "body": {**CHAT_BODY, "tools": [1]}}, "unsupported_field", "tools"),
+        ({**LINE, "body": {**CHAT_BODY, "n": 2}}, "unsupported_field", "n"),
         ({**LINE, "body": {**CHAT_BODY, "logprobs": True}}, "unsupported_field", "logprobs"),
     ],
 )

@@ -1,0 +1,59 @@
+"""Tools by the official clients over the whole stack: simulated tokens keep to the grammar of the calls."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, cast
+
+import openai
+import pytest
+
+from tests.e2e.conftest import RunningStack, simulated_config
+from tests.tool_model import TOOL_MODEL, WEATHER, put_in_catalogue
+
+USER: dict[str, Any] = {"role": "user", "content": "How is the weather?"}
+TOOLS: list[Any] = [{"type": "function", "function": WEATHER}]
+
+
+@pytest.fixture(scope="module")
+def tool_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    folder = tmp_path_factory.mktemp("tools")
+    put_in_catalogue(folder)
+    running = RunningStack(simulated_config(folder / "data", models_dir=folder, models=(TOOL_MODEL,)))
+    try:
+        running.start()
+        running.api_key = running.tenant("acme")
+        yield running
+    finally:
+        running.close()
+
+
+def test_openais_client_gets_calls_and_sends_results(tool_stack: RunningStack) -> None:
+    asked: dict[str, Any] = {"model": TOOL_MODEL, "tools": TOOLS, "max_tokens": 4000, "seed": 3}
+    with openai.OpenAI(
+        base_url=f"{tool_stack.stack.url()}/v1", api_key=tool_stack.api_key, max_retries=0
+    ) as client:
+        create, streaming = (
+            cast(Any, client.chat.completions.create),
+            cast(Any, client.chat.completions.stream),
+        )
+        whole = create(**asked, messages=[USER], tool_choice="required")
+        with streaming(
+            **asked, messages=[USER], tool_choice="required", stream_options={"include_usage": True}
+        ) as stream:
+            streamed = stream.get_final_completion()
+        said = whole.choices[0].message
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in said.tool_calls]
+        after = create(
+            **{**asked, "max_tokens": 5}, messages=[USER, said.model_dump(), *results], tool_choice="none"
+        )
+    for completion in (whole, streamed):
+        (choice,) = completion.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        assert choice.message.tool_calls
+        for call in choice.message.tool_calls:
+            assert call.function.name == "weather"
+            assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    assert streamed.usage.completion_tokens > 0
+    assert after.choices[0].finish_reason == "length"
+    assert after.choices[0].message.tool_calls is None
