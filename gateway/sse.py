@@ -24,7 +24,8 @@ HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-KEEP_ALIVE = b": keep-alive\n\n"
+# A line alone: behind an event with an id OpenAI's client takes an empty line for an event without data.
+KEEP_ALIVE = b": keep-alive\n"
 _DONE = b"data: [DONE]\n\n"
 
 # JSON of one value: no raw newline can leave it, so an event is always one `data:` line.

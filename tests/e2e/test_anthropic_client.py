@@ -131,3 +131,14 @@ def test_refusals_arrive_as_the_clients_exceptions(
         pytest.raises(anthropic.AuthenticationError),
     ):
         stranger.messages.create(**asked(gemma_stack))
+
+
+def test_models_are_listed_in_anthropics_shape(
+    client: anthropic.Anthropic, gemma_stack: RunningStack
+) -> None:
+    with client:
+        (listed,) = client.models.list(limit=1)
+        assert (listed.id, listed.type) == (gemma_stack.model, "model")
+        assert client.models.retrieve(gemma_stack.model) == listed
+        with pytest.raises(anthropic.NotFoundError):
+            client.models.retrieve("claude-9")

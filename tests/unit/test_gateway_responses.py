@@ -278,7 +278,7 @@ async def test_a_background_stream_begins_before_a_worker_has_it() -> None:
     request = await stand.request()
     await call.until_body(b": keep-alive")
     expected = created(call, request, status="queued", background=True)
-    assert call.content == event("created", 0, -1, response=expected) + b": keep-alive\n\n"
+    assert call.content == event("created", 0, -1, response=expected) + b": keep-alive\n"
     stand.dispatched(request)
     stand.tokens(request, 0, b"a")
     await call.until_body(b'"delta"')

@@ -229,12 +229,12 @@ async def test_a_long_queue_starts_the_stream_with_comments() -> None:
     for later, comments in ((9.5, 0), (10.1, 1), (13.0, 1), (14.2, 2)):
         stand.serving.owner.tick(stand.serving.view, request.accepted_at, now + later)
         await asyncio.sleep(0.01)
-        assert call.content.count(b": keep-alive\n\n") == comments
+        assert call.content.count(b": keep-alive\n") == comments
     stand.reject(request, 429, "rate_limit_exceeded", 1_000)
     await call.finish()
     assert call.status == 200
     assert re.fullmatch(
-        rb'(: keep-alive\n\n){2}data: \{"type":"error","error":\{.*"code":"rate_limit_exceeded"\}\}\n\n',
+        rb'(: keep-alive\n){2}data: \{"type":"error","error":\{.*"code":"rate_limit_exceeded"\}\}\n\n',
         call.content,
     )
 

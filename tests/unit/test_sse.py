@@ -25,7 +25,7 @@ def test_generate() -> None:
         b'data: {"type":"error","error":{"message":"gone","type":"server_error","param":null,'
         b'"code":"worker_lost"}}\n\n'
     )
-    assert KEEP_ALIVE == b": keep-alive\n\n"
+    assert KEEP_ALIVE == b": keep-alive\n"
 
 
 def test_chat_without_usage() -> None:
