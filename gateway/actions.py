@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from schemas.records import Attach, Cancellation, Detach, Failed, Retry, Usage
+from schemas.records import Attach, Cancellation, Claim, Detach, Failed, Retry, Usage
 
 if TYPE_CHECKING:
     from gateway.owned_request import OwnedRequest
@@ -26,9 +26,9 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Append a reader's word to a reply partition, for the owner, wherever it is."""
+    """Append to a reply partition a reader's word, or that this gateway takes the request over."""
 
-    record: Attach | Detach | Cancellation
+    record: Attach | Detach | Cancellation | Claim
     reply_partition: int
 
 

@@ -27,6 +27,8 @@ def abandoned(owned: OwnedRequest, view: FleetView, clock_ms: int) -> bool:
     Readers are counted by their gateways' Attach and Detach; those of a gateway that is gone do not count.
     """
     state = owned.state
+    if clock_ms < owned.kept_until:
+        return False
     if owned.reader is not None or any(view.gone("gateway", *reader) is None for reader in state.readers):
         owned.unread_clock = None
         return False

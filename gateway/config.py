@@ -18,6 +18,7 @@ _POSITIVE = (
     "inline_body_bytes",
     "max_detach_s",
     "max_scans",
+    "succession_s",
 )
 
 
@@ -41,6 +42,11 @@ class GatewayConfig(CommonConfig):
 
     max_detach_s: float = setting(600.0, doc="Most seconds of X-Headrace-Detach.")
     max_scans: int = setting(8, doc="Readings of the log at a time, for streams that clients come back to.")
+    succession_s: float = setting(
+        25.0,
+        doc="Seconds a lost gateway's slot may be empty before another one takes its requests over, and that"
+        " clients have to come back to requests that were taken over sooner.",
+    )
     # A field of its own: what prints a config does not print it.
     stream_secret: str = field(
         default="",

@@ -4,21 +4,22 @@ It acts on its own `Retry` and `Failed` only after reading them back, so a Compl
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from gateway.actions import Action, Reply, SendRequest
+from gateway.actions import Action, Announce, Reply, SendRequest
 from gateway.attendance import abandoned
 from gateway.ends import error_of
-from gateway.owned_request import OwnedRequest
+from gateway.owned_request import ENGINE_FAULT, OwnedRequest
+from gateway.replay import RETRY_WAIT_MS
 from gateway.resend import MAX_RESENDS, should_send_again
 from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
-from schemas.records import Completion, Failed, PartitionStatus, Rejected, Retry
+from schemas.records import Attach, Claim, Completion, Failed, PartitionStatus, Rejected, Retry
 from schemas.stream_state import RETRYABLE_FINISHES, Effect, Run
 
 NO_SIGN_MS = 3_000
 STALLED_MS = 500  # some heartbeats: a worker gets over a step that lasts a little too long
 MAX_RETRIES = 3
-ENGINE_FAULT = "engine_fault"
 _STRAY_CANCEL_MS = 1_000
 
 
@@ -28,10 +29,15 @@ class Lifecycle:
     `clock` is the log's (ms), as of the last tick.
     """
 
-    def __init__(self, epoch: int, cancel_timeout_ms: int) -> None:
+    def __init__(self, slot: int, epoch: int, cancel_timeout_ms: int) -> None:
+        self.slot = slot
         self.epoch = epoch
         self.clock = 0
         self._cancel_timeout_ms = cancel_timeout_ms
+
+    def owns(self, owned: OwnedRequest) -> bool:
+        """False once another's Claim was read: what is left is to show the stream to a client here."""
+        return owned.state.owner_epoch in (None, self.epoch)
 
     def cancel(self, owned: OwnedRequest, reason: str) -> list[Action]:
         """Stops the work. Who reads is told when the log says the end."""
@@ -49,6 +55,8 @@ class Lifecycle:
         self, owned: OwnedRequest, view: FleetView, admission: Mapping[int, PartitionStatus], now_ms: int
     ) -> list[Action]:
         request, run = owned.request, owned.state.run
+        if not self.owns(owned):
+            return self._check_owner(owned, view)
         if owned.cancelled is not None:
             if self.clock - owned.cancelled_clock >= self._cancel_timeout_ms:
                 return self._fail(owned, "cancelled", "cancelled; its end did not come in time")
@@ -76,6 +84,20 @@ class Lifecycle:
         owned.resends += 1
         owned.offset = owned.read_clock = None
         return [SendRequest(owned)]
+
+    def _check_owner(self, owned: OwnedRequest, view: FleetView) -> list[Action]:
+        state = owned.state
+        if owned.ended_clock is not None and self.clock - owned.ended_clock >= RETRY_WAIT_MS:
+            self._tell_end(owned)
+            return []
+        assert state.owner_slot is not None
+        assert state.owner_epoch is not None
+        lost = view.gone("gateway", state.owner_slot, state.owner_epoch) is not None
+        if not lost or owned.claimed_from == state.owner_epoch:
+            return []
+        owned.claimed_from = state.owner_epoch
+        claim = Claim(state.owner_epoch, self.slot, self.epoch, owned.request.request_id)
+        return [Announce(claim, owned.request.reply_partition)]
 
     def _check_run(self, owned: OwnedRequest, run: Run, view: FleetView) -> list[Action]:
         if owned.sign_clock is None or owned.sign_at != owned.state.last_sign_at:
@@ -114,6 +136,8 @@ class Lifecycle:
                     owned.reader.on_bound(owned.state.model)
             case Effect.GAP:
                 actions += self._lose(owned, "output_gap", "a part of the output was lost")
+            case Effect.CLAIMED:
+                self._on_claimed(owned, timestamp_ms, actions)
             case Effect.RETRIED:
                 self._on_retried(owned, actions)
             case Effect.STRAY:
@@ -122,35 +146,69 @@ class Lifecycle:
             case Effect.ENDED:
                 self._on_end(owned, timestamp_ms, actions)
 
+    def _on_claimed(self, owned: OwnedRequest, timestamp_ms: int, actions: list[Action]) -> None:
+        owned.retrying, owned.failing = None, False
+        if self.owns(owned):
+            self.take_over(owned, timestamp_ms, actions)
+        elif owned.reader is not None:
+            # Its new owner learns that someone reads here.
+            word = Attach(owned.request.request_id, self.slot, self.epoch)
+            actions.append(Announce(word, owned.request.reply_partition))
+
+    def take_over(self, owned: OwnedRequest, timestamp_ms: int, actions: list[Action]) -> None:
+        """What was another owner's is ours from here on; what that one may have left undone is done."""
+        state = owned.state
+        owned.request = replace(
+            owned.request,
+            attempt=state.attempt,
+            owner_epoch=self.epoch,
+            output_token_ids=list(state.token_ids),
+        )
+        owned.ended_clock = None
+        owned.unread_clock = self.clock
+        if state.end is not None:
+            self._on_end(owned, timestamp_ms, actions)
+        elif owned.cancelled is not None:
+            if state.run is None:
+                actions += self._fail(owned, "cancelled", "nobody waited for it any more")
+            else:
+                actions.append(owned.cancellation(owned.cancelled))
+        elif state.gap is not None:
+            actions += self._lose(owned, "output_gap", "a part of the output was lost")
+        elif state.run is None:
+            if state.attempt > 1:
+                actions.append(owned.earlier_cancellation("worker_lost"))
+            owned.offset = owned.read_clock = None
+            actions.append(SendRequest(owned))
+
     def _on_end(self, owned: OwnedRequest, timestamp_ms: int, actions: list[Action]) -> None:
         end = owned.state.end
-        match end:
-            case Completion():
-                if end.finish_reason in RETRYABLE_FINISHES and (owned.retrying or owned.cancelled is None):
-                    # Only the attempt is over.
-                    text = end.message or "the worker cancelled this request"
-                    if end.finish_reason == "error":
-                        actions += self._fail(owned, "engine_error", text)
-                    else:
-                        actions += self._lose(owned, "worker_cancelled", text)
-                    return
-                if owned.state.strays:
-                    actions.append(owned.sealed_usage(end.finish_reason, timestamp_ms, end.cached_tokens))
-                if owned.reader is not None:
-                    owned.reader.on_end(end)
-            case Rejected():
-                if end.status == 499 or owned.state.strays or owned.state.attempt > 1:
-                    actions.append(
-                        owned.sealed_usage("cancelled" if end.status == 499 else "error", timestamp_ms)
-                    )
-                if owned.reader is not None:
-                    owned.reader.on_end(error_of(end))
-            case Failed():
-                reason = "cancelled" if end.code == "cancelled" else "error"
-                billed = end.code != ENGINE_FAULT
+        if isinstance(end, Completion) and end.finish_reason in RETRYABLE_FINISHES:
+            if not self.owns(owned) and owned.cancelled is None:
+                owned.ended_clock = self.clock
+                return
+            if owned.retrying or owned.cancelled is None:
+                # Only the attempt is over.
+                text = end.message or "the worker cancelled this request"
+                if end.finish_reason == "error":
+                    actions += self._fail(owned, "engine_error", text)
+                else:
+                    actions += self._lose(owned, "worker_cancelled", text)
+                return
+        if self.owns(owned):
+            if isinstance(end, Failed):
                 actions.append(owned.cancellation(end.code))
-                actions.append(owned.sealed_usage(reason, timestamp_ms, billed=billed))
-                if owned.reader is not None:
+            bill = owned.final_bill(timestamp_ms)
+            actions += [] if bill is None else [bill]
+        self._tell_end(owned)
+
+    def _tell_end(self, owned: OwnedRequest) -> None:
+        end = owned.state.end
+        if owned.reader is not None:
+            match end:
+                case Completion():
+                    owned.reader.on_end(end)
+                case Rejected() | Failed():
                     owned.reader.on_end(error_of(end))
         owned.over = True
 
@@ -163,7 +221,7 @@ class Lifecycle:
 
     def _lose(self, owned: OwnedRequest, code: str, message: str) -> list[Action]:
         """The attempt is over, the request is not: another one goes on where it stopped, if it may."""
-        if owned.retrying or owned.failing:
+        if owned.retrying or owned.failing or not self.owns(owned):
             return []
         request, attempt = owned.request, owned.state.attempt
         if owned.cancelled is not None or attempt > MAX_RETRIES:
@@ -173,6 +231,9 @@ class Lifecycle:
 
     def _on_retried(self, owned: OwnedRequest, actions: list[Action]) -> None:
         code, owned.retrying = owned.retrying or "", None
+        owned.ended_clock = None
+        if not self.owns(owned):
+            return
         # A run that only seemed lost goes on for nobody.
         actions.append(owned.earlier_cancellation(code))
         if owned.cancelled is not None:
@@ -183,7 +244,7 @@ class Lifecycle:
 
     def _fail(self, owned: OwnedRequest, code: str, message: str) -> list[Action]:
         """Says the end. It is one when it is read back and nothing else was first."""
-        if owned.failing or owned.retrying:
+        if owned.failing or owned.retrying or not self.owns(owned):
             return []
         owned.failing = True
         if owned.cancelled is not None:

@@ -9,7 +9,7 @@ one remains.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
@@ -65,6 +65,15 @@ class LogScans:
         task = asyncio.create_task(self._run(scan))
         self._scans[scan] = task
         task.add_done_callback(lambda _: self._scans.pop(scan, None))
+
+    def replays(self) -> Iterator[tuple[int, Replay]]:
+        """All that are fed, with their partitions."""
+        return (
+            (scan.partition, replay)
+            for scan in self._scans
+            for those in scan.replays.values()
+            for replay in those
+        )
 
     def leave(self, replay: Replay) -> None:
         for scan in self._scans:

@@ -4,8 +4,22 @@ from dataclasses import dataclass, field, replace
 
 from gateway.actions import Bill, Cancel
 from gateway.reader import Reader
-from schemas.records import Cancellation, InferenceRequest, Usage
+from schemas.records import Cancellation, Completion, Failed, InferenceRequest, Rejected, Usage
 from schemas.stream_state import Run, StreamState
+
+ENGINE_FAULT = "engine_fault"
+
+
+def sealed_by_owner(state: StreamState) -> bool:
+    """Whether the usage row of the worker that ended it is not the truth, or there is none."""
+    match state.end:
+        case Completion():
+            return bool(state.strays)
+        case Rejected() as end:
+            return end.status == 499 or bool(state.strays) or state.attempt > 1
+        case Failed():
+            return True
+    return False
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +32,9 @@ class OwnedRequest:
     when it first said that its engine stands still. `reader` is the client, None when nobody waits any more;
     `cancelled` says why the work was stopped. `detach_ms`: how long it goes on when nobody reads,
     `unread_clock`: since when nobody does. `retrying` is why a Retry, `failing` whether a Failed is on its
-    way to the log. `over`: the log says the end.
+    way to the log. `over`: the log says the end. `first_offset`: nothing about it lies before. Of a request
+    that was another owner's: until `kept_until` its clients may come back. Of one that is another's now:
+    `claimed_from` is the owner that it is being claimed from, `ended_clock` when an attempt ended early.
     """
 
     request: InferenceRequest
@@ -38,6 +54,10 @@ class OwnedRequest:
     retrying: str | None = None
     failing: bool = False
     over: bool = False
+    first_offset: int = 0
+    kept_until: int = 0
+    claimed_from: int | None = None
+    ended_clock: int | None = None
     stray_cancels: dict[Run, int] = field(default_factory=dict)
 
     @property
@@ -91,6 +111,21 @@ class OwnedRequest:
             epoch=None if run is None else run.epoch,
         )
         return Bill(usage, self.partition)
+
+    def final_bill(self, ended_at: int) -> Bill | None:
+        """The sealed row that its owner writes at the end, None where the worker's row is the truth."""
+        end = self.state.end
+        if not sealed_by_owner(self.state):
+            return None
+        match end:
+            case Completion():
+                return self.sealed_usage(end.finish_reason, ended_at, end.cached_tokens)
+            case Rejected():
+                return self.sealed_usage("cancelled" if end.status == 499 else "error", ended_at)
+            case Failed():
+                reason = "cancelled" if end.code == "cancelled" else "error"
+                return self.sealed_usage(reason, ended_at, billed=end.code != ENGINE_FAULT)
+        return None
 
     def _cancel(self, reason: str, attempt: int, run: Run | None, *, may_wait: bool) -> Cancel:
         record = Cancellation(

@@ -5,8 +5,9 @@ cancel, fail, retry, send again, and the sealed usage row (lifecycle.py).
 """
 
 from collections import deque
+from collections.abc import Callable
 
-from gateway.actions import Action
+from gateway.actions import Action, Announce
 from gateway.lifecycle import Lifecycle
 from gateway.owned_request import OwnedRequest
 from gateway.reader import Reader
@@ -15,10 +16,12 @@ from gateway.suspicion import excluded_slots
 from schemas import topics
 from schemas.fleet import FleetView
 from schemas.priority import PriorityClass
-from schemas.records import Cancellation, Claim, Completion, Dispatched, InferenceRequest, Tokens
+from schemas.records import Cancellation, Claim, Completion, Detach, Dispatched, InferenceRequest, Tokens
 from schemas.stream_state import Effect, ReplyRecord, Run, StreamState
 
 _ENDED_KEPT_MS = 60_000
+_BILLED_MS = 10_000  # by then the bill of an ended request is acked
+_STOPPED_S = 0.7  # others think a gateway dead that is silent for a second
 
 
 def reply_partition(gateway_slot: int, priority: int) -> int:
@@ -37,14 +40,21 @@ def reply_partitions(gateway_slot: int) -> tuple[int, ...]:
 
 
 class Owner:
-    """Decides; every method returns the actions to take, in order."""
+    """Decides; every method returns the actions to take, in order.
+
+    `position(partition)`: in a reply partition, what lies before it was given. While `held`, nothing is done
+    that another owner might have reason not to do: see `feel`.
+    """
 
     def __init__(self, slot: int, epoch: int, shards: int, cancel_timeout_ms: int) -> None:
         self.slot = slot
         self.epoch = epoch
         self.open: dict[bytes, OwnedRequest] = {}
         self._shards = shards
-        self._life = Lifecycle(epoch, cancel_timeout_ms)
+        self.held = False
+        self.position: Callable[[int], int] = lambda partition: 0
+        self._life = Lifecycle(slot, epoch, cancel_timeout_ms)
+        self._ticked_at = 0.0
         self._view = FleetView()
         self._ended: dict[bytes, OwnedRequest] = {}
         self._ended_order: deque[tuple[int, bytes]] = deque()
@@ -57,8 +67,59 @@ class Owner:
         state = StreamState(request.request_id, owner_epoch=self.epoch)
         reader.token_ids = state.token_ids
         owned = OwnedRequest(request, partition, reader, state, traceparent)
+        owned.first_offset = self.position(request.reply_partition)
         self.open[request.request_id] = owned
         return owned
+
+    def owned(self, request: InferenceRequest, state: StreamState, first_offset: int) -> OwnedRequest:
+        """A request that was another owner's; nobody reads it through this object."""
+        partition = topics.tenant_partition(request.tenant, request.priority, self._shards)
+        return OwnedRequest(request, partition, None, state, first_offset=first_offset)
+
+    def adopt(
+        self, owned: OwnedRequest, timestamp_ms: int, kept_ms: int, stopped: str | None
+    ) -> list[Action]:
+        """Takes a request whose Claim by this owner was read back and counts.
+
+        Its clients may come back for `kept_ms`, or for as long as it may go on unread if that is more.
+        `stopped`: a client has asked for the end.
+        """
+        state, clock = owned.state, self._life.clock
+        owned.kept_until = clock + kept_ms
+        unwanted = kept_ms == 0 and owned.detach_ms == state.detach_ms == 0 and not state.readers
+        owned.cancelled = stopped or ("disconnected" if unwanted else None)
+        owned.cancelled_clock = clock
+        self.open[state.request_id] = owned
+        actions: list[Action] = []
+        self._life.take_over(owned, timestamp_ms, actions)
+        if owned.over:
+            self._forget(owned)
+        return actions
+
+    def knows(self, request_id: bytes) -> bool:
+        """Open here, or ended within the last minute."""
+        return request_id in self.open or request_id in self._ended
+
+    def oldest(self, partition: int) -> int | None:
+        """Where the first request begins, in a reply partition, that may need an owner; None if none does."""
+        offsets = [o.first_offset for o in self.open.values() if o.request.reply_partition == partition]
+        for clock, request_id in reversed(self._ended_order):
+            if self._life.clock - clock >= _BILLED_MS:
+                break
+            owned = self._ended.get(request_id)
+            if owned is not None and owned.request.reply_partition == partition:
+                offsets.append(owned.first_offset)
+        return min(offsets, default=None)
+
+    def feel(self, now: float) -> bool:
+        """False if this process may have been stopped for long enough to be thought dead. `now`: monotonic s.
+
+        Others may have taken its requests over meanwhile: who drives this reads the reply partitions to their
+        end and then sets `held` back.
+        """
+        if self._ticked_at and now - self._ticked_at >= _STOPPED_S:
+            self.held = True
+        return not self.held
 
     def on_sent(self, owned: OwnedRequest, offset: int) -> None:
         """The broker has the request's record."""
@@ -74,10 +135,22 @@ class Owner:
 
     def leave(self, owned: OwnedRequest, reason: str) -> list[Action]:
         """The client is gone. The request goes on while others read it, and for its detach time."""
-        if owned.detach_ms == 0 and not owned.state.readers:
+        if not self._life.owns(owned):
+            owned.reader = None
+            word = Detach(owned.request.request_id, self.slot, self.epoch, owned.detach_ms)
+            return [Announce(word, owned.request.reply_partition)]
+        if owned.detach_ms == 0 and not owned.state.readers and not self.held:
             return self.abandon(owned, reason)
         owned.reader = None
         return []
+
+    def part(self, owned: OwnedRequest, reason: str) -> list[Action]:
+        """This gateway stops: what nobody else reads and nobody may come back to is cancelled."""
+        owned.reader = None
+        kept = self._life.clock < owned.kept_until or bool(owned.detach_ms or owned.state.detach_ms)
+        if kept or owned.state.readers or not self._life.owns(owned):
+            return []
+        return self.abandon(owned, reason)
 
     def on_cancellation(self, record: Cancellation) -> list[Action]:
         """In a reply partition: a client asked another gateway for the end."""
@@ -142,14 +215,15 @@ class Owner:
         while self._ended_order and self._life.clock - self._ended_order[0][0] >= _ENDED_KEPT_MS:
             self._ended.pop(self._ended_order.popleft()[1], None)
         actions: list[Action] = []
-        if not self.open:
-            return actions
+        self._ticked_at = now
         admission = admission_status(view)
         for owned in list(self.open.values()):
             if owned.reader is not None:
                 owned.reader.on_quiet(now)
-            if not (owned.failing or owned.retrying):
+            if not (self.held or owned.failing or owned.retrying):
                 actions += self._life.check(owned, view, admission, now_ms)
+                if owned.over:
+                    self._forget(owned)
         return actions
 
     def _on_effect(

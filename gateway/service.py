@@ -4,21 +4,21 @@ import asyncio
 import contextlib
 import gc
 import logging
-import socket
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any
 
-import uvicorn
 from aiokafka.errors import KafkaError
 
-from gateway.app import make_app
 from gateway.config import GatewayConfig
+from gateway.http_server import HttpServer, listen
 from gateway.log_scans import LogScans
 from gateway.outbox import Outbox
 from gateway.owned_request import OwnedRequest
 from gateway.owner import Owner
+from gateway.reply_offsets import ReplyOffsets
 from gateway.serving import Serving
+from gateway.succession import Succession
 from gateway.token_log import TokenLog
 from schemas import topics
 from schemas.api.errors import ApiError
@@ -33,9 +33,7 @@ log = logging.getLogger(__name__)
 
 ROLE = "gateway"
 _LEAVE_S = 5.0
-_GRACEFUL_S = 5
-# Longer than load balancers and SDK pools keep theirs, so that they close first.
-_KEEP_ALIVE_S = 75
+_AWAKE_S = 5.0
 
 
 class SupersededError(RuntimeError):
@@ -46,21 +44,13 @@ class KafkaUnavailableError(RuntimeError):
     """Kafka did not answer, or its topics are not there."""
 
 
-class _Server(uvicorn.Server):
-    """Signals are the gateway's."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class Gateway:
     """One gateway process. `port` is the one it serves on, from the beginning."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
         self.serving = Serving(config, self._catch_up_tenants)
-        self._socket = _listen(config)
+        self._socket = listen(config)
         self.port: int = self._socket.getsockname()[1]
         self._log = TokenLog(
             config.kafka,
@@ -69,22 +59,11 @@ class Gateway:
             self.serving.tenants,
             lambda topic: self.serving.metrics.undecodable.labels(topic).inc(),
         )
+        self._offsets = ReplyOffsets(config.kafka, config.slot)
+        self._succession: Succession | None = None
+        self._awakening: asyncio.Task[None] | None = None
         self.serving.reply_offset = self._log.reply_offset
-        self._server = _Server(
-            uvicorn.Config(
-                make_app(self.serving),
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                interface="asgi3",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_GRACEFUL_S,
-            )
-        )
+        self._server = HttpServer(self.serving)
 
     async def _catch_up_tenants(self) -> None:
         await self._log.catch_up_tenants()
@@ -147,8 +126,9 @@ class Gateway:
         try:
             async with asyncio.timeout(config.start_timeout_s):
                 await serving.outbox.start()
-                # 1. Ends of the reply partitions before Join: answers to this life lie behind them.
-                await self._log.start()
+                # 1. Where to read before Join: answers to this life lie behind it, and so does what the last
+                #    life of this slot left open.
+                await self._log.start(await self._offsets.start())
                 # 2. Nothing of ours is written before its schema.
                 await publish_schemas(serving.outbox.requests, default_codec().schemas())
                 # 3. From this record on the slot is ours.
@@ -161,6 +141,19 @@ class Gateway:
             ) from e
         serving.view.watch_as(ROLE, config.slot, epoch)
         serving.owner = Owner(config.slot, epoch, config.shards, config.cancel_timeout_ms)
+        serving.owner.position = self._log.reply_offset
+        self._succession = Succession(
+            config,
+            serving.owner,
+            serving.view,
+            serving.scans,
+            serving.outbox,
+            self._log.decode,
+            self._offsets,
+            self._log.reply_offset,
+            self._log.at_reply_end,
+        )
+        self._log.on_each = self._succession.on_own_record
         serving.joined = True
         # Models and templates stay for ever: the collector need not walk them.
         gc.collect()
@@ -171,6 +164,7 @@ class Gateway:
         return nonce
 
     def _work(self, nonce: bytes) -> list[Coroutine[Any, Any, None]]:
+        assert self._succession is not None
         return [
             self._log.follow_control(),
             self._log.follow_heartbeats(),
@@ -178,6 +172,7 @@ class Gateway:
             self.serving.outbox.run(),
             self._beat(nonce),
             self._tick(),
+            self._succession.run(),
         ]
 
     def _on_tokens(self, record: Tokens, timestamp_ms: int, now: float) -> None:
@@ -217,13 +212,31 @@ class Gateway:
             newest = serving.view.epoch_of(ROLE, config.slot)
             if newest is not None and newest > serving.owner.epoch:
                 raise SupersededError(f"slot {config.slot} was taken over: epoch {newest} has joined")
-            actions = serving.owner.tick(serving.view, time.time_ns() // 1_000_000, time.monotonic())
-            serving.outbox.put(actions)
+            now = time.monotonic()
+            if not serving.owner.feel(now) and self._awakening is None:
+                self._awakening = asyncio.create_task(self._awake())
+            serving.outbox.put(serving.owner.tick(serving.view, time.time_ns() // 1_000_000, now))
+            if self._succession is not None and self._succession.own_settled:
+                self._log.on_each = None
+
+    async def _awake(self) -> None:
+        """This process stood still for a while: first it reads what others have said meanwhile."""
+        log.warning("this process was stopped, or could not run, for a while")
+        try:
+            async with asyncio.timeout(_AWAKE_S):
+                await self._log.at_reply_end()
+            self.serving.owner.held = False
+        except (TimeoutError, KafkaError) as e:
+            log.warning("the log cannot be read to its end; again", extra={"error": repr(e)})
+        finally:
+            self._awakening = None
 
     async def _drain(self, timeout_s: float) -> None:
-        """Refuses new requests; what runs may finish, or is ended at the deadline."""
+        """Refuses new requests; what runs may finish. The rest is ended then, or left to others."""
         serving = self.serving
         serving.draining = True
+        if self._succession is not None:
+            self._succession.draining = True
         log.info("draining", extra={"running": len(serving.readers)})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -235,6 +248,8 @@ class Gateway:
             async with asyncio.timeout(_LEAVE_S):
                 await serving.idle()
                 await serving.outbox.drained()
+                if self._succession is not None:
+                    await self._succession.commit()
 
     async def _give_up(self) -> None:
         """This life is over: clients hear it, and nothing more is written; a successor owns what is open."""
@@ -256,26 +271,11 @@ class Gateway:
             log.warning("Left could not be said", extra={"error": repr(e)})
 
     async def _close(self) -> None:
+        if self._awakening is not None:
+            self._awakening.cancel()
         if hasattr(self.serving, "scans"):
             await self.serving.scans.stop()
         await self._log.stop()
+        await self._offsets.stop()
         if hasattr(self.serving, "outbox"):
             await self.serving.outbox.stop()
-
-
-def _listen(config: GatewayConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.http_host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted sockets inherit these. Without NODELAY a token waits up to 40 ms for the last one's ack.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A client that acknowledges nothing for this long is gone.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(config.write_timeout_s * 1000))
-    try:
-        listener.bind((config.http_host, config.http_port))
-    except OSError as e:
-        listener.close()
-        raise OSError(
-            f"cannot listen on {config.http_host}:{config.http_port} (HEADRACE_HTTP_PORT): {e.strerror}"
-        ) from e
-    return listener

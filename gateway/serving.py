@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -123,6 +124,7 @@ class Serving:
         end = reader.end
         code = reason if end is None else code_of(end)
         if end is None:
+            self.owner.feel(time.monotonic())
             stop = self.owner.leave if reason == DISCONNECTED else self.owner.abandon
             self.outbox.put(stop(owned, reason))
         output_tokens = end.output_tokens if isinstance(end, Completion) else None
@@ -157,9 +159,10 @@ class Serving:
                     await self._one_finished.wait()
 
     def end_all(self, error: ApiError, reason: str) -> None:
-        """Ends what still runs, with an error for its client."""
+        """Ends what still runs, with an error for its client; but what others read, or may come back to, is
+        left to another gateway."""
         self.scans.end_all(error)
         for reader in list(self.readers.values()):
             reader.on_end(error)
         for owned in list(self.owner.open.values()):
-            self.outbox.put(self.owner.abandon(owned, reason))
+            self.outbox.put(self.owner.part(owned, reason))

@@ -44,6 +44,7 @@ _POLL_MS = 1_000
 _STOP_S = 5.0
 _SCHEMA_WAIT_S = 1.0
 _CATCH_UP_S = 2.0
+_LOOK_S = 0.02
 _HEARTBEAT_BATCH = {"fetch_min_bytes": 1 << 20, "fetch_max_wait_ms": 100}
 _SCHEMAS = TopicPartition(topics.SCHEMAS, 0)
 _TENANTS = TopicPartition(topics.TENANTS, 0)
@@ -74,7 +75,8 @@ class TokenLog:
     """Feeds `view` and `tenants`, and the reply partitions' records to the callbacks.
 
     `on_tokens(record, broker time ms, monotonic s)`, `on_record(record, broker time ms)`,
-    `on_undecodable(topic)`. `heard_at`: when heartbeats last came (monotonic seconds).
+    `on_undecodable(topic)`. `on_each`, while there is one, gets all of them again, with where they lie.
+    `heard_at`: when heartbeats last came (monotonic seconds).
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class TokenLog:
         self._looking = asyncio.Lock()
         self._looked_at = -1.0
         self.heard_at = 0.0
+        self.on_each: Callable[[object, ConsumerRecord], None] | None = None
         self._reply_offsets: dict[int, int] = {}
         self._replies = [TopicPartition(topics.TOKENS, p) for p in reply_partitions(slot)]
         self._tokens = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers, **CONSUMER_SETTINGS)
@@ -102,16 +105,16 @@ class TokenLog:
             bootstrap_servers=bootstrap_servers, **{**CONSUMER_SETTINGS, **_HEARTBEAT_BATCH}
         )
 
-    async def start(self) -> None:
-        """Takes the end offsets of what is followed, and reads schemas and tenants to their end.
+    async def start(self, reply_offsets: dict[TopicPartition, int]) -> None:
+        """Begins the reply partitions there and the rest at the end; reads schemas and tenants to their end.
 
-        Call it before Join: what is answered to this life of the slot then lies behind. The caller sets a
-        deadline. Raises KafkaError.
+        Take the offsets before Join: what is answered to this life of the slot then lies behind. The caller
+        sets a deadline. Raises KafkaError.
         """
         for consumer in (self._tokens, self._control, self._heartbeats):
             await consumer.start()
-        ends = await self._follow_from_end(self._tokens, self._replies)
-        self._reply_offsets = {partition.partition: end for partition, end in ends.items()}
+        self._assign_at(self._tokens, reply_offsets)
+        self._reply_offsets = {p.partition: offset for p, offset in reply_offsets.items()}
         await self._follow_from_end(self._heartbeats, [_HEARTBEATS])
         await self._read_control()
 
@@ -137,7 +140,15 @@ class TokenLog:
                         on_tokens(record, message.timestamp, now)
                     elif isinstance(record, _REPLY_RECORDS):
                         on_record(record, message.timestamp)
+                    if self.on_each is not None:
+                        self.on_each(record, message)
                 self._reply_offsets[messages[-1].partition] = messages[-1].offset + 1
+
+    async def at_reply_end(self) -> None:
+        """Returns when all that lies in the reply partitions now was given. The caller sets a deadline."""
+        ends = await self._tokens.end_offsets(self._replies)
+        while any(self._reply_offsets[p.partition] < end for p, end in ends.items()):  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)  # rare: no event on the path of every record
 
     async def follow_heartbeats(self) -> None:
         while True:

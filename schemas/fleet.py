@@ -158,6 +158,11 @@ class FleetView:
             and (_canary(member) == CanaryStatus.ENGINE_STALLED or member.left == LEFT_ENGINE_STALLED)
         )
 
+    def heard_ms(self, role: str, slot: int) -> int | None:
+        """When a slot was last heard, on the log's clock; None if never by this watcher."""
+        member = self._members.get((role, slot))
+        return None if member is None else member.last_ms
+
     def live(self, role: str) -> list[Member]:
         """Members that heartbeat and are not gone, by slot."""
         return [
