@@ -11,7 +11,7 @@ from schemas.api.answers import message_id, message_stop, message_usage
 from schemas.api.errors import ApiError
 from schemas.records import Completion
 
-_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 class MessageFrames:
@@ -32,6 +32,9 @@ class MessageFrames:
         self._stop_sequence = stop_sequence
 
     def first(self) -> bytes:
+        return self._start() + block_start(0, {"type": "text", "text": ""}, -1) + PING
+
+    def _start(self) -> bytes:
         message: dict[str, Any] = {
             "id": message_id(self._request_id),
             "type": "message",
@@ -42,12 +45,7 @@ class MessageFrames:
             "stop_sequence": None,
             "usage": message_usage(self._input_tokens, 0, 0),
         }
-        block = {"type": "text", "text": ""}
-        return (
-            _event("message_start", -1, message=message)
-            + _event("content_block_start", -1, index=0, content_block=block)
-            + _PING
-        )
+        return _event("message_start", -1, message=message)
 
     def text(self, text: str, position: int) -> bytes:
         return (
@@ -56,20 +54,31 @@ class MessageFrames:
         )
 
     def done(self, completion: Completion) -> bytes:
+        return block_stop(0, completion.output_tokens - 1) + self._end(completion, 0)
+
+    def _end(self, completion: Completion, num_tool_calls: int) -> bytes:
         position = completion.output_tokens - 1
-        delta = message_stop(completion.finish_reason, self._stop_sequence(completion))
+        delta = message_stop(completion.finish_reason, self._stop_sequence(completion), num_tool_calls)
         usage = message_usage(completion.input_tokens, completion.cached_tokens, completion.output_tokens)
-        return (
-            _event("content_block_stop", position, index=0)
-            + _event("message_delta", position, delta=delta, usage=usage)
-            + _event("message_stop", position)
-        )
+        return _event("message_delta", position, delta=delta, usage=usage) + _event("message_stop", position)
 
     def error(self, error: ApiError) -> bytes:
         return b"event: error\ndata: %b\n\n" % to_json(error.to_anthropic(self._request_id))
 
     def keep_alive(self) -> bytes:
-        return _PING
+        return PING
+
+
+def block_start(index: int, block: dict[str, Any], position: int) -> bytes:
+    return _event("content_block_start", position, index=index, content_block=block)
+
+
+def block_delta(index: int, delta: dict[str, str], position: int) -> bytes:
+    return _event("content_block_delta", position, index=index, delta=delta)
+
+
+def block_stop(index: int, position: int) -> bytes:
+    return _event("content_block_stop", position, index=index)
 
 
 def _event(kind: str, position: int, **fields: Any) -> bytes:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from gateway.sse import ChatFrames
+from gateway.sse_anthropic import PING, MessageFrames, block_delta, block_start, block_stop
 from schemas.api.answers import chat_finish_reason, tool_call_id
 from schemas.api.tool_calls import Piece, ToolCallParser
 from schemas.records import Completion
@@ -44,3 +45,47 @@ class ToolChatFrames(ChatFrames):
             call |= {"id": tool_call_id("call", self._call_request_id, piece.call), "type": "function"}
             function = {"name": piece.name, **function}
         return {"tool_calls": [{**call, "function": function}]}
+
+
+class ToolMessageFrames(MessageFrames):
+    """/v1/messages: a block for each text and each call, in the order of the output."""
+
+    __slots__ = ("_in_text", "_index", "_parser")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As MessageFrames."""
+        super().__init__(*args, **options)
+        self._parser = ToolCallParser()
+        self._index = -1
+        self._in_text = False
+
+    def first(self) -> bytes:
+        return self._start() + PING
+
+    def text(self, text: str, position: int) -> bytes:
+        return b"".join(self._piece(piece, position) for piece in self._parser.push(text))
+
+    def done(self, completion: Completion) -> bytes:
+        position = completion.output_tokens - 1
+        left = b"".join(self._piece(piece, position) for piece in self._parser.end())
+        return left + self._close(position) + self._end(completion, self._parser.num_calls)
+
+    def _piece(self, piece: Piece, position: int) -> bytes:
+        if isinstance(piece, str):
+            opened = b"" if self._in_text else self._open({"type": "text", "text": ""}, position)
+            self._in_text = True
+            return opened + block_delta(self._index, {"type": "text_delta", "text": piece}, position)
+        if piece.name is not None:
+            call_id = tool_call_id("toolu", self._request_id, piece.call)
+            self._in_text = False
+            return self._open({"type": "tool_use", "id": call_id, "name": piece.name, "input": {}}, position)
+        delta = {"type": "input_json_delta", "partial_json": piece.arguments}
+        return block_delta(self._index, delta, position)
+
+    def _open(self, block: dict[str, Any], position: int) -> bytes:
+        closed = self._close(position)
+        self._index += 1
+        return closed + block_start(self._index, block, position)
+
+    def _close(self, position: int) -> bytes:
+        return b"" if self._index < 0 else block_stop(self._index, position)

@@ -8,6 +8,7 @@ from gateway.owned_request import OwnedRequest
 from gateway.reader import Reader, StreamReader
 from gateway.serving import Serving
 from gateway.sse_anthropic import MessageFrames
+from gateway.sse_tools import ToolMessageFrames
 from schemas.api import messages as forms
 from schemas.api.answers import stop_sequence
 from schemas.api.bodies import decode_body
@@ -33,4 +34,5 @@ def _frames(owned: OwnedRequest, reader: Reader, prepared: Prepared) -> sse.Fram
     def stopped_by(completion: Completion) -> str | None:
         return stop_sequence(reader.cut_off, prepared.sampling.stop)
 
-    return MessageFrames(owned.request.request_id, reader.model, prepared.num_prompt_tokens, stopped_by)
+    kind = ToolMessageFrames if prepared.has_tools else MessageFrames
+    return kind(owned.request.request_id, reader.model, prepared.num_prompt_tokens, stopped_by)

@@ -109,10 +109,14 @@ def message_usage(input_tokens: int, cached_tokens: int, output_tokens: int) -> 
     }
 
 
-def message_stop(finish_reason: str, stop_sequence: str | None) -> dict[str, str | None]:
+def message_stop(
+    finish_reason: str, stop_sequence: str | None, num_tool_calls: int = 0
+) -> dict[str, str | None]:
     """Why a message ended, in Anthropic's words."""
     if finish_reason == "length":
         reason = "max_tokens"
+    elif num_tool_calls and stop_sequence is None:
+        reason = "tool_use"
     else:
         reason = "end_turn" if stop_sequence is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": stop_sequence}
@@ -213,7 +217,20 @@ def _message(finished: Finished) -> dict[str, Any]:
         "type": "message",
         "role": "assistant",
         "model": finished.model,
-        "content": [{"type": "text", "text": finished.text}],
-        **message_stop(finished.finish_reason, finished.stop_sequence),
+        "content": _message_content(finished),
+        **message_stop(finished.finish_reason, finished.stop_sequence, len(finished.tool_calls)),
         "usage": message_usage(finished.input_tokens, finished.cached_tokens, finished.output_tokens),
     }
+
+
+def _message_content(finished: Finished) -> list[dict[str, Any]]:
+    """A call that was cut off has no input that could be an object: it is left out, the reason says why."""
+    blocks: list[dict[str, Any]] = []
+    if finished.text or not finished.tool_calls:
+        blocks.append({"type": "text", "text": finished.text})
+    for index, call in enumerate(finished.tool_calls):
+        call_id = tool_call_id("toolu", finished.request_id, index)
+        arguments = call.parsed()
+        if arguments is not None:
+            blocks.append({"type": "tool_use", "id": call_id, "name": call.name, "input": arguments})
+    return blocks

@@ -8,31 +8,25 @@ from msgspec import Meta, Struct
 
 from schemas.api import fields
 from schemas.api.errors import bad_field
-from schemas.api.prepare import MESSAGES_URL, Prepared, check_supported, priority_class, stop_strings
-from schemas.api.prompts import check_unicode, find_model, output_limit, template_ids
+from schemas.api.message_turns import (
+    AnyChoice,
+    CacheControl,
+    MessageToolChoice,
+    TextBlock,
+    ToolDefinitions,
+    ToolNameChoice,
+    Turn,
+    message_tools,
+    turn_inputs,
+)
+from schemas.api.prepare import MESSAGES_URL, Prepared, check_beside_tools, priority_class, stop_strings
+from schemas.api.prompts import find_model, output_limit, template_ids
 from schemas.api.structured import schema_grammar
+from schemas.api.tools import ToolUse
 from schemas.models import LoadedModel
 from schemas.sampling import Grammar, SamplingParams
 
 COUNT_TOKENS_URL = f"{MESSAGES_URL}/count_tokens"
-
-
-class CacheControl(Struct, forbid_unknown_fields=True):
-    """Asks for what prefix caching does by itself."""
-
-    type: Literal["ephemeral"]
-
-
-class TextBlock(Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-    cache_control: CacheControl | None = None
-    citations: None = None
-
-
-class Turn(Struct, forbid_unknown_fields=True):
-    role: Literal["user", "assistant"]
-    content: str | list[TextBlock]
 
 
 class Metadata(Struct, forbid_unknown_fields=True):
@@ -54,7 +48,7 @@ class OutputConfig(Struct, forbid_unknown_fields=True):
 
 
 class CountTokensBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/messages/count_tokens. Fields that are not served stand here for a refusal that names them."""
+    """POST /v1/messages/count_tokens."""
 
     model: str
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=fields.MAX_MESSAGES)]
@@ -62,14 +56,8 @@ class CountTokensBody(Struct, forbid_unknown_fields=True, kw_only=True):
     cache_control: CacheControl | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    tools: list[Any] | None = None
-    tool_choice: dict[str, Any] | None = None
-
-    def unsupported(self) -> str | None:
-        """The first field that asks for what is not served."""
-        choice = None if self.tool_choice == {"type": "none"} else self.tool_choice
-        asked = (("tools", self.tools), ("tool_choice", choice))
-        return next((name for name, value in asked if value), None)
+    tools: ToolDefinitions | None = None
+    tool_choice: MessageToolChoice | None = None
 
 
 class MessagesBody(CountTokensBody, kw_only=True):
@@ -89,7 +77,11 @@ class MessagesBody(CountTokensBody, kw_only=True):
 def prepare_messages(body: MessagesBody, models: Mapping[str, LoadedModel]) -> Prepared:
     """Tokenizes (a millisecond per few hundred words). Raises ApiError that names the field."""
     model = find_model(body.model, models)
-    ids = _prompt_ids(body, model)
+    ids, use = _prompt(body, model)
+    grammar = _grammar(body.output_config)
+    if use is not None:
+        check_beside_tools("output_config.format", grammar)
+        grammar = use.grammar
     limit = output_limit(
         body.max_tokens, body.max_tokens, "max_tokens", len(ids), model.spec.max_model_len, "messages"
     )
@@ -100,45 +92,48 @@ def prepare_messages(body: MessagesBody, models: Mapping[str, LoadedModel]) -> P
         top_p=1.0 if body.top_p is None else body.top_p,
         seed=secrets.randbits(63),
         stop=stop_strings(body.stop_sequences, "stop_sequences"),
-        grammar=_grammar(body.output_config),
+        grammar=grammar,
     )
     priority = priority_class(body.priority)
-    return Prepared(MESSAGES_URL, model, ids, len(ids), sampling, priority, bool(body.stream))
+    return Prepared(
+        MESSAGES_URL,
+        model,
+        ids,
+        len(ids),
+        sampling,
+        priority,
+        bool(body.stream),
+        has_tools=use is not None,
+    )
 
 
 def count_tokens(body: CountTokensBody, models: Mapping[str, LoadedModel]) -> dict[str, int]:
     """The input tokens of a message with this prompt. Raises ApiError that names the field."""
-    return {"input_tokens": len(_prompt_ids(body, find_model(body.model, models)))}
+    ids, _ = _prompt(body, find_model(body.model, models))
+    return {"input_tokens": len(ids)}
 
 
-def _prompt_ids(body: CountTokensBody, model: LoadedModel) -> list[int]:
-    check_supported(body.unsupported())
-    inputs: list[dict[str, Any]] = []
-    if body.system:
-        inputs.append({"role": "system", "content": _text(body.system, "system")})
-    for i, turn in enumerate(body.messages):
-        text = _text(turn.content, f"messages[{i}].content")
-        if inputs and inputs[-1]["role"] == turn.role:
-            # Anthropic's API takes turns of one role that follow one another for one.
-            inputs[-1]["content"] += f"\n{text}"
-        else:
-            inputs.append({"role": turn.role, "content": text})
+def _prompt(body: CountTokensBody, model: LoadedModel) -> tuple[list[int], ToolUse | None]:
+    use = message_tools(body.tools, body.tool_choice, model)
+    inputs = turn_inputs(body.messages, body.system, model)
     last = inputs[-1]
     prefilled = last["role"] == "assistant"
-    if prefilled and last["content"] != last["content"].rstrip():
+    if prefilled:
+        _check_prefill(last, f"messages[{len(body.messages) - 1}].content", body.tool_choice)
+    return template_ids(inputs, model, continue_last=prefilled, tools=use and use.tools), use
+
+
+def _check_prefill(last: dict[str, Any], field: str, choice: MessageToolChoice | None) -> None:
+    if "tool_calls" in last:
+        raise bad_field(field, "calls tools; their results must follow")
+    if last["content"] != last["content"].rstrip():
         # Tokens of words begin with their blank: behind one the model would be lost.
-        where = f"messages[{len(body.messages) - 1}].content"
-        raise bad_field(where, "an answer that is to be continued cannot end with trailing whitespace")
-    return template_ids(inputs, model, continue_last=prefilled)
+        raise bad_field(field, "an answer that is to be continued cannot end with trailing whitespace")
+    if isinstance(choice, AnyChoice | ToolNameChoice):
+        raise bad_field("tool_choice", "a call cannot be asked for where an answer is to be continued")
 
 
 def _grammar(config: OutputConfig | None) -> Grammar | None:
     if config is None or config.format is None:
         return None
     return schema_grammar(config.format.schema, "output_config.format.schema")
-
-
-def _text(content: str | list[TextBlock], field: str) -> str:
-    text = content if isinstance(content, str) else "".join(block.text for block in content)
-    check_unicode(text, field)
-    return text

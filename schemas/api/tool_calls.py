@@ -34,6 +34,11 @@ class ToolCall(NamedTuple):
     name: str
     arguments: str
 
+    def parsed(self) -> dict[str, Any] | None:
+        """The arguments; None for what is not the JSON of an object."""
+        value = _json(self.arguments)
+        return value if isinstance(value, dict) else None
+
 
 class ToolCallParser:
     """`push` gives what is known by now, `end` the rest: in sum the same however the text is cut.

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, cast
 
+import anthropic
 import openai
 import pytest
 
@@ -57,3 +58,31 @@ def test_openais_client_gets_calls_and_sends_results(tool_stack: RunningStack) -
     assert streamed.usage.completion_tokens > 0
     assert after.choices[0].finish_reason == "length"
     assert after.choices[0].message.tool_calls is None
+
+
+def test_anthropics_client_gets_calls_and_sends_results(tool_stack: RunningStack) -> None:
+    asked: dict[str, Any] = {
+        "model": TOOL_MODEL,
+        "max_tokens": 4000,
+        "tools": [{"name": "weather", "input_schema": WEATHER["parameters"]}],
+    }
+    with anthropic.Anthropic(
+        base_url=tool_stack.stack.url(), api_key=tool_stack.api_key, max_retries=0
+    ) as client:
+        create, streaming = cast(Any, client.messages.create), cast(Any, client.messages.stream)
+        whole = create(**asked, messages=[USER], tool_choice={"type": "any"})
+        with streaming(**asked, messages=[USER], tool_choice={"type": "tool", "name": "weather"}) as stream:
+            streamed = stream.get_final_message()
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": "sunny"} for block in whole.content
+        ]
+        turns = [USER, {"role": "assistant", "content": whole.content}, {"role": "user", "content": results}]
+        after = create(**{**asked, "max_tokens": 5}, messages=turns, tool_choice={"type": "none"})
+    for message in (whole, streamed):
+        assert message.stop_reason == "tool_use"
+        assert message.content
+        for block in message.content:
+            assert (block.type, block.name) == ("tool_use", "weather")
+            assert block.input["city"] in ("Rome", "Oslo")
+    assert len(streamed.content) == 1
+    assert [block.type for block in after.content] == ["text"]

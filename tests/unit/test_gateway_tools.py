@@ -21,10 +21,18 @@ BODY: dict[str, Any] = {
 OUTPUT = b'Hm.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
-async def asked(**changes: Any) -> tuple[Stand, Call, InferenceRequest]:
+MESSAGES = {
+    "model": TOOL_MODEL,
+    "max_tokens": 400,
+    "messages": BODY["messages"],
+    "tools": [{"name": "weather", "input_schema": WEATHER["parameters"]}],
+}
+
+
+async def asked(path: str = PATH, **changes: Any) -> tuple[Stand, Call, InferenceRequest]:
     stand = Stand()
     stand.serving.models = {TOOL_MODEL: MODEL}
-    call = stand.call(path=PATH, body={**BODY, **changes})
+    call = stand.call(path=path, body={**(BODY if path == PATH else MESSAGES), **changes})
     request = await stand.request()
     stand.dispatched(request)
     return stand, call, request
@@ -115,3 +123,65 @@ async def test_the_calls_of_a_whole_answer() -> None:
                 }
             ],
         }
+
+
+def event(kind: str, position: int, **fields: Any) -> str:
+    data = json.dumps({"type": kind, **fields}, separators=(",", ":"))
+    return f"event: {kind}\nid: {position}\ndata: {data}\n\n"
+
+
+async def test_the_bytes_of_a_message_with_text_and_calls() -> None:
+    stand, call, request = await asked("/v1/messages", stream=True)
+    prompt_tokens = len(request.prompt_token_ids)
+    output = b'A<tool_call>{"name": "weather", "arguments": {}}</tool_call>' * 2
+    stand.tokens(request, 0, [*output, 257], "stop")
+    stand.complete(request, len(output) + 1, "stop")
+    await call.finish()
+    start, rest = call.content.decode().split('event: ping\ndata: {"type":"ping"}\n\n')
+    assert start.startswith("event: message_start\nid: -1\n")
+    assert start.count("event:") == 1  # no block is open yet
+    expected, half, index = "", len(output) // 2, 0
+    for turn in range(2):
+        base = turn * half
+        name_at = base + output.index(b": {}") + 1  # the blank before the arguments
+        expected += event(
+            "content_block_start", base, index=index, content_block={"type": "text", "text": ""}
+        )
+        expected += event("content_block_delta", base, index=index, delta={"type": "text_delta", "text": "A"})
+        block = {"type": "tool_use", "id": f"toolu_{request.request_id.hex()}{turn}", "name": "weather"}
+        expected += event("content_block_stop", name_at + 1, index=index)
+        expected += event(
+            "content_block_start", name_at + 1, index=index + 1, content_block={**block, "input": {}}
+        )
+        for at, piece in enumerate("{}"):
+            delta = {"type": "input_json_delta", "partial_json": piece}
+            expected += event("content_block_delta", name_at + 1 + at, index=index + 1, delta=delta)
+        expected += event("content_block_stop", base + half if turn == 0 else len(output), index=index + 1)
+        index += 2
+    usage = {
+        "input_tokens": prompt_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": len(output) + 1,
+    }
+    ended = {"stop_reason": "tool_use", "stop_sequence": None}
+    expected += event("message_delta", len(output), delta=ended, usage=usage)
+    expected += event("message_stop", len(output))
+    assert rest == expected
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_the_blocks_of_a_whole_message(cut: bool) -> None:
+    stand, call, request = await asked("/v1/messages")
+    output = OUTPUT[:-20] if cut else OUTPUT
+    stand.tokens(request, 0, [*output, 257], "length" if cut else "stop")
+    stand.complete(request, len(output) + 1, "length" if cut else "stop")
+    message = (await call.finish()).json()
+    use = {
+        "type": "tool_use",
+        "id": f"toolu_{request.request_id.hex()}0",
+        "name": "weather",
+        "input": {"city": "Rome"},
+    }
+    assert message["content"] == [{"type": "text", "text": "Hm."}, *([] if cut else [use])]
+    assert message["stop_reason"] == ("max_tokens" if cut else "tool_use")
