@@ -15,7 +15,7 @@ from gateway.api.logprobs import told_logprobs
 from gateway.api.streams import ask_for_end, model_of
 from gateway.attendance import detach_ms
 from gateway.event_stream import watch, write_events
-from gateway.exchange import Exchange
+from gateway.exchange import ClientGoneError, Exchange
 from gateway.public_id import NotAnIdError, PublicId
 from gateway.response_replay import ResponseReader, ResponseReplay
 from gateway.serving import Serving
@@ -27,7 +27,7 @@ from schemas.api.responses import LOGPROBS
 from schemas.models import LoadedModel
 from schemas.records import Attach, Completion, Detach, Tenant
 
-_READ_S = 10.0
+_READ_S = 30.0
 # A cancel is through in an engine step; who waits longer is told what is so by then.
 _CANCEL_S = 2.0
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -44,7 +44,7 @@ async def retrieve(serving: Serving, exchange: Exchange) -> None:
     if stream:
         await _stream(serving, exchange, tenant, public_id, model, starting_after)
         return
-    with _following(serving, tenant, public_id, model) as replay:
+    with _following(serving, exchange, tenant, public_id, model) as replay:
         await _until(replay, _READ_S, lambda: replay.caught_up and replay.created is not None)
         response = _response(replay, model)
     await exchange.respond(200, sse.to_json(response))
@@ -56,7 +56,7 @@ async def cancel(serving: Serving, exchange: Exchange) -> None:
     tenant = await serving.authenticate(exchange.headers)
     public_id = _kept(serving, exchange, tenant)
     model = model_of(serving, public_id)
-    with _following(serving, tenant, public_id, model) as replay:
+    with _following(serving, exchange, tenant, public_id, model) as replay:
         await _until(replay, _READ_S, lambda: replay.caught_up and replay.created is not None)
         if replay.end_by(_now_ms()) is None:
             ask_for_end(serving, tenant, public_id)
@@ -72,7 +72,7 @@ async def delete(serving: Serving, exchange: Exchange) -> None:
     _kept(serving, exchange, tenant)
     message = (
         "a response cannot be deleted: the log keeps it for its retention time and no longer; "
-        "create it with store: false, or end it with POST /v1/responses/{id}/cancel"
+        "POST /v1/responses/{id}/cancel ends it"
     )
     raise ApiError(405, "method_not_allowed", message)
 
@@ -95,9 +95,8 @@ async def _stream(
 ) -> None:
     partition, owner = public_id.reply_partition, serving.owner
     detach = detach_ms(exchange.headers, serving.config.max_detach_s)
-    with _following(serving, tenant, public_id, model, position_behind(starting_after)) as replay:
+    with _following(serving, exchange, tenant, public_id, model, position_behind(starting_after)) as replay:
         reader = replay.response_reader
-        gone = asyncio.create_task(watch(exchange, reader))
         serving.outbox.put([Announce(Attach(public_id.request_id, owner.slot, owner.epoch), partition)])
         try:
             await _until(replay, _READ_S, lambda: replay.created is not None)
@@ -119,32 +118,40 @@ async def _stream(
                 ),
             )
         finally:
-            gone.cancel()
             word = Detach(public_id.request_id, owner.slot, owner.epoch, detach)
             serving.outbox.put([Announce(word, partition)])
 
 
 @contextmanager
 def _following(
-    serving: Serving, tenant: Tenant, public_id: PublicId, model: LoadedModel, after: int = -1
+    serving: Serving,
+    exchange: Exchange,
+    tenant: Tenant,
+    public_id: PublicId,
+    model: LoadedModel,
+    after: int = -1,
 ) -> Iterator[ResponseReplay]:
-    """A replay that is fed from the log. Raises ApiError 503 where too many are."""
+    """A replay that is fed from the log while the client is there. Raises ApiError 503 where too many are."""
     reader = ResponseReader(serving.config, model, after, time.monotonic())
     replay = ResponseReplay(public_id.request_id, tenant.name, reader)
     serving.scans.follow(public_id.reply_partition, public_id.first_offset, replay)
+    gone = asyncio.create_task(watch(exchange, reader))
     try:
         yield replay
     finally:
+        gone.cancel()
         serving.scans.leave(replay)
 
 
 async def _until(replay: ResponseReplay, timeout_s: float, enough: Callable[[], bool]) -> None:
-    """Returns when that is so, when the stream is at its end, or when the time is up."""
+    """Returns when that is so, at the end of the stream, or when the time is up. Raises ClientGoneError."""
     reader = replay.reader
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             while not (enough() or reader.end is not None or reader.disconnected):
                 await reader.wait()
+    if reader.disconnected:
+        raise ClientGoneError
 
 
 def _created(replay: ResponseReplay) -> dict[str, Any]:
@@ -155,8 +162,7 @@ def _created(replay: ResponseReplay) -> dict[str, Any]:
     if isinstance(end, ApiError) and not replay.state.ended:
         raise end
     if end is None and not replay.caught_up:
-        message = "the log could not be read in time; try again"
-        raise ApiError(503, "broker_unavailable", message, None, 1_000)
+        raise _late()
     raise _not_found()
 
 
@@ -170,6 +176,8 @@ def _response(replay: ResponseReplay, model: LoadedModel) -> dict[str, Any]:
         return ended_response(created, request_id, reader.model, end, text, logprobs)
     text = tokenizer.detokenizer().push(reader.shown_ids)
     if end is None:
+        if not replay.caught_up:
+            raise _late()
         begun = replay.state.run is not None or bool(replay.state.token_ids)
         return running_response(created, request_id, reader.model, begun, text)
     if not replay.state.ended:
@@ -191,6 +199,11 @@ def _kept(serving: Serving, exchange: Exchange, tenant: Tenant) -> PublicId:
     if not text.startswith(PREFIX) or not public_id.described:
         raise _not_found()
     return public_id
+
+
+def _late() -> ApiError:
+    message = "the log could not be read in time; try again"
+    return ApiError(503, "broker_unavailable", message, None, 1_000)
 
 
 def _not_found() -> ApiError:
