@@ -10,6 +10,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -292,3 +293,32 @@ async def test_a_drained_gateway_leaves_what_is_read_elsewhere_to_others(fleet: 
         await fleet.no_cancellation()
         fleet.worker.allowed = len(TOKENS)
         assert await back.ended() == TEXT
+
+
+async def test_a_background_response_that_nobody_reads_outlives_its_gateway_and_its_worker(
+    fleet: Fleet,
+) -> None:
+    owner, other = await asyncio.gather(fleet.gateway(0), fleet.gateway(1))
+    body = {"model": "simulated", "input": "hi", "max_output_tokens": len(TOKENS), "background": True}
+    async with httpx.AsyncClient(headers=HEADERS, timeout=30) as client:
+        created = (await client.post(url(owner, "/v1/responses"), json=body)).json()
+
+        async def response_with(status: str, text: str) -> dict[str, Any]:
+            async with asyncio.timeout(20):
+                while True:
+                    answer = await client.get(url(other, f"/v1/responses/{created['id']}"))
+                    found: dict[str, Any] = answer.json()
+                    shown = "".join(item["content"][0]["text"] for item in found["output"])
+                    if (found["status"], shown) == (status, text):
+                        return found
+                    await asyncio.sleep(0.1)
+
+        await response_with("in_progress", bytes(TOKENS[:9]).decode())
+        owner.kill()
+        await fleet.worker.die(fleet.driver)
+        first, again = [await fleet.driver.next_request() for _ in range(2)]
+        assert (again.request_id, again.attempt) == (first.request_id, 2)
+        fleet.worker.allowed = len(TOKENS)
+        done = await response_with("incomplete", TEXT)
+    assert done["created_at"] == created["created_at"]
+    assert done["usage"]["output_tokens"] == len(TOKENS)
