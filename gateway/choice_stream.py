@@ -26,6 +26,11 @@ def failure_of(choices: Sequence[Choice]) -> str | None:
     return next((c.reader.end.code for c in choices if isinstance(c.reader.end, ApiError)), None)
 
 
+def has_failed(choices: Sequence[Choice]) -> bool:
+    """One of them ran and failed; false for a refusal."""
+    return any(c.reader.bound and isinstance(c.reader.end, ApiError) for c in choices)
+
+
 async def write_choices(
     exchange: Exchange,
     readers: Sequence[StreamReader],

@@ -35,6 +35,7 @@ class OwnedRequest:
     way to the log. `over`: the log says the end. `first_offset`: nothing about it lies before. Of a request
     that was another owner's: until `kept_until` its clients may come back. Of one that is another's now:
     `claimed_from` is the owner that it is being claimed from, `ended_clock` when an attempt ended early.
+    `waived`: what it did costs nothing.
     """
 
     request: InferenceRequest
@@ -58,6 +59,7 @@ class OwnedRequest:
     kept_until: int = 0
     claimed_from: int | None = None
     ended_clock: int | None = None
+    waived: bool = False
     stray_cancels: dict[Run, int] = field(default_factory=dict)
 
     @property
@@ -93,6 +95,7 @@ class OwnedRequest:
     ) -> Bill:
         """What is true by the fold. A request that never had a run costs nothing, its prompt neither."""
         request, run = self.request, self.state.run
+        billed = billed and not self.waived
         has_run = billed and (run is not None or self.state.attempt > 1)
         usage = Usage(
             request_id=request.request_id,
@@ -102,7 +105,7 @@ class OwnedRequest:
             priority=request.priority,
             model=self.state.model or request.model,
             input_tokens=len(request.prompt_token_ids) if has_run else 0,
-            cached_tokens=cached_tokens,
+            cached_tokens=cached_tokens if billed else 0,
             output_tokens=len(self.state.token_ids) if billed else 0,
             finish_reason=finish_reason,
             accepted_at=request.accepted_at,
@@ -115,7 +118,7 @@ class OwnedRequest:
     def final_bill(self, ended_at: int) -> Bill | None:
         """The sealed row that its owner writes at the end, None where the worker's row is the truth."""
         end = self.state.end
-        if not sealed_by_owner(self.state):
+        if not (sealed_by_owner(self.state) or self.waived):
             return None
         match end:
             case Completion():

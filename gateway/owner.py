@@ -144,6 +144,12 @@ class Owner:
         owned.reader = None
         return []
 
+    def waive(self, owned: OwnedRequest, now_ms: int) -> list[Action]:
+        """Its client was refused: it costs nothing, whatever was done. `now_ms`: ms of the epoch."""
+        owned.waived = True
+        # One that goes on is billed when it ends.
+        return [owned.sealed_usage("cancelled", now_ms)] if owned.over and owned.state.run else []
+
     def part(self, owned: OwnedRequest, reason: str) -> list[Action]:
         """This gateway stops: what nobody else reads and nobody may come back to is cancelled."""
         owned.reader = None

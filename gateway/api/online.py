@@ -12,7 +12,7 @@ from gateway import sse
 from gateway.api.logprobs import whole_logprobs
 from gateway.api.reading import read
 from gateway.attendance import detach_ms
-from gateway.choice_stream import Choice, failure_of
+from gateway.choice_stream import Choice, failure_of, has_failed
 from gateway.ends import DISCONNECTED
 from gateway.event_stream import watch, write_events
 from gateway.exchange import ClientGoneError, Exchange
@@ -98,6 +98,10 @@ async def answer_choices(
             await _whole(exchange, choices)
     except ApiError as e:
         reason = e.code
+        if len(choices) > 1 and not has_failed(choices):
+            # Refused as a whole: those that were let in meanwhile cost nothing.
+            for choice in choices:
+                serving.outbox.put(serving.owner.waive(choice.owned, time.time_ns() // 1_000_000))
         raise
     finally:
         gone.cancel()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.actions import Cancel
+from gateway.actions import Bill, Cancel, Reply
 from schemas.api.choices import choice_request_id, choice_seed
 from schemas.records import InferenceRequest
 from tests.gateway_factories import Call, Stand
@@ -28,6 +28,12 @@ async def asked(stand: Stand, path: str, body: dict[str, Any]) -> tuple[Call, li
 def cancelled(stand: Stand) -> dict[bytes, str]:
     found = [action.record for action in stand.outbox.actions if isinstance(action, Cancel)]
     return {record.request_id: record.reason for record in found}
+
+
+def bills(stand: Stand) -> dict[bytes, tuple[int, int]]:
+    """The sealed rows: (input tokens, output tokens)."""
+    rows = [action.record for action in stand.outbox.actions if isinstance(action, Bill)]
+    return {row.request_id: (row.input_tokens, row.output_tokens) for row in rows}
 
 
 def head(request: InferenceRequest) -> str:
@@ -144,18 +150,39 @@ async def test_a_whole_answer_has_all_choices() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_one_refusal_refuses_all_and_stops_the_others(stream: bool) -> None:
+async def test_one_refusal_refuses_all_stops_the_others_and_costs_nothing(stream: bool) -> None:
     stand = Stand()
-    call, requests = await asked(stand, CHAT_PATH, {**CHAT, "n": 3, "stream": stream})
-    a, b, c = requests
-    stand.dispatched(a)
-    stand.tokens(a, 0, b"x")
-    stand.reject(b, 429, "token_rate_exceeded", 2_300)
+    call, requests = await asked(stand, CHAT_PATH, {**CHAT, "n": 4, "stream": stream})
+    ended, runs, refused, waits = requests
+    for request in (ended, runs):
+        stand.dispatched(request)
+        stand.tokens(request, 0, b"x")
+    stand.complete(ended, 1)  # too early to be told
+    stand.reject(refused, 429, "token_rate_exceeded", 2_300)
     await call.finish()
     assert call.status == 429
     assert call.headers[b"retry-after"] == b"3"
-    assert cancelled(stand) == {r.request_id: "token_rate_exceeded" for r in (a, c)}
+    assert cancelled(stand) == {r.request_id: "token_rate_exceeded" for r in (runs, waits)}
     assert not stand.serving.readers
+    assert bills(stand) == {ended.request_id: (0, 0)}
+    stand.complete(runs, 1, "cancelled")
+    stand.reject(waits, 499, "cancelled", None)
+    assert bills(stand) == {r.request_id: (0, 0) for r in (ended, runs, waits)}
+    assert stand.serving.owner.open == {}
+
+
+async def test_choices_that_ran_until_one_failed_are_billed() -> None:
+    stand = Stand()
+    call, (a, b) = await asked(stand, CHAT_PATH, CHAT)
+    for request in (a, b):
+        stand.dispatched(request)
+        stand.tokens(request, 0, b"x")
+    stand.complete(b, 1, "error")
+    stand.tell(next(action.record for action in stand.outbox.actions if isinstance(action, Reply)))
+    await call.finish()
+    assert call.status == 500
+    stand.complete(a, 1, "cancelled")
+    assert bills(stand) == {b.request_id: (PROMPT_TOKENS, 1)}  # of the other the worker's own row is true
 
 
 async def test_the_prompt_outlives_the_choice_that_ended_first() -> None:
