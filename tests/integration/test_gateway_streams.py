@@ -295,3 +295,70 @@ async def test_a_reading_outlives_a_broker_that_dies(api: Api, own_broker: Broke
     assert seen + parse(rest)[0] == TEXT
     await until(lambda: owned.state.ended)
     assert seen + parse((await api.read(stream, 8)).text)[0] == TEXT
+
+
+CHOICES = {**BODY, "prompt": ["a", "b"]}
+
+
+async def test_choices_that_a_client_left_are_read_on_one_by_one(api: Api) -> None:
+    worker = LedWorker(TOKENS, allowed=20)
+    api.driver.script = worker
+    headers = {**HEADERS, "x-headrace-detach": "30"}
+    seen: dict[int, tuple[int, str]] = {0: (-1, ""), 1: (-1, "")}
+    async with api.owner.stream("POST", "/v1/completions", json=CHOICES, headers=headers) as response:
+        position = -1
+        async for line in response.aiter_lines():
+            if line.startswith("id: "):
+                position = int(line[4:])
+            elif line.startswith("data: "):
+                (choice,) = json.loads(line[6:])["choices"]
+                seen[choice["index"]] = position, seen[choice["index"]][1] + choice["text"]
+            if min(at for at, _ in seen.values()) >= 10:
+                break
+    streams = response.headers["x-headrace-stream"].split(", ")
+    worker.allow(len(TOKENS))
+    for stream, (after, text) in zip(streams, seen.values(), strict=True):
+        rest, _, kind = parse((await api.read(stream, after)).text)
+        assert (text + rest, kind) == (TEXT, "done")
+
+
+async def test_a_choice_that_fails_ends_the_stream_and_stops_the_others(api: Api) -> None:
+    stopped: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def fail(driver: FleetDriver, request: InferenceRequest) -> None:
+        await driver.dispatch(request)
+        await driver.tokens(request, 0, [97])
+        if request.prompt_token_ids[-1] == ord("b"):
+            await driver.complete(request, 1, "error", "the engine stumbled")
+        else:
+            cancellation = await driver.next_cancellation()
+            while cancellation.request_id != request.request_id:
+                cancellation = await driver.next_cancellation()
+            stopped.put_nowait(request.request_id)
+            await driver.complete(request, 1, "cancelled")
+
+    api.driver.script = fail
+    response = await api.owner.post("/v1/completions", json=CHOICES, headers=HEADERS)
+    assert response.status_code == 200
+    assert "[DONE]" not in response.text
+    last = json.loads(response.text.split("\n\n")[-2].removeprefix("data: "))
+    assert last["error"]["code"] == "engine_error"
+    await asyncio.wait_for(stopped.get(), 20)
+
+
+async def test_a_choice_that_is_refused_refuses_all_over_the_log(api: Api) -> None:
+    async def refuse(driver: FleetDriver, request: InferenceRequest) -> None:
+        if request.prompt_token_ids[-1] == ord("b"):
+            await driver.reject(request, 429, "token_rate_exceeded", 2_300)
+            return
+        await driver.dispatch(request)
+        await driver.tokens(request, 0, [97])
+        while (await driver.next_cancellation()).request_id != request.request_id:
+            pass
+        await driver.complete(request, 1, "cancelled")
+
+    api.driver.script = refuse
+    response = await api.owner.post("/v1/completions", json=CHOICES, headers=HEADERS)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+    usage = await api.driver.next_usage()
+    assert (usage.sealed, usage.input_tokens, usage.output_tokens) == (True, 0, 0)
