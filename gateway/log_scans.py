@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 _START_S = 5.0
 _STOP_S = 5.0
 _POLL_MS = 100
+# aiokafka learns where a partition lies by failing once; with its 100 ms whoever comes back waits so long.
+_RETRY_BACKOFF_MS = 10
 _BATCH_RECORDS = 200  # some ms of decoding: the live streams' records wait no longer
 
 
@@ -90,7 +92,8 @@ class LogScans:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, scan: PartitionScan) -> None:
-        consumer = AIOKafkaConsumer(bootstrap_servers=self._bootstrap_servers, **CONSUMER_SETTINGS)
+        settings = {**CONSUMER_SETTINGS, "retry_backoff_ms": _RETRY_BACKOFF_MS}
+        consumer = AIOKafkaConsumer(bootstrap_servers=self._bootstrap_servers, **settings)
         try:
             await self._read(scan, consumer)
         except OffsetOutOfRangeError:
