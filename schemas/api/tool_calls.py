@@ -14,7 +14,6 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
-_HELD = re.compile(r"\s*(?:<(?:t(?:o(?:o(?:l(?:_(?:c(?:a(?:l(?:l)?)?)?)?)?)?)?)?)?)?\Z")
 
 
 class CallPiece(NamedTuple):
@@ -90,10 +89,9 @@ class ToolCallParser:
             self._say(said, pieces)
             self._held, self._blanks, self._body = "", before[len(said) :], ""
             return behind
-        match = _HELD.search(text)
-        assert match is not None
-        self._held = match[0]
-        self._say(text[: match.start()], pieces)
+        shown = _shown_length(text)
+        self._held = text[shown:]
+        self._say(text[:shown], pieces)
         return None
 
     def _say(self, text: str, pieces: list[Piece]) -> None:
@@ -107,7 +105,8 @@ class ToolCallParser:
         assert self._body is not None
         body = self._body + text
         head = _HEAD.match(body)
-        if head is not None and (name := _string(head[1])) is not None:
+        # What closes the call in its head closes it, whatever of it has come by then.
+        if head is not None and CLOSE not in head[0] and (name := _string(head[1])) is not None:
             pieces.append(self._begun(name))
             self._body, self._arguments = None, _Value()
             return body[head.end() :]
@@ -169,6 +168,16 @@ def collected(pieces: Iterable[Piece]) -> tuple[str, list[ToolCall]]:
             name, arguments = calls[piece.call]
             calls[piece.call] = ToolCall(name, arguments + piece.arguments)
     return said, calls
+
+
+def _shown_length(text: str) -> int:
+    """Characters up to where a call, or blanks before one, may have begun."""
+    end = len(text)
+    for length in range(min(len(OPEN) - 1, end), 0, -1):
+        if text.endswith(OPEN[:length]):
+            end -= length
+            break
+    return len(text[:end].rstrip())
 
 
 class _Value:

@@ -49,6 +49,14 @@ def test_all_choices_are_served_or_none(simulated_stack: RunningStack) -> None:
     eventually(lambda: simulated_stack.sql(f"{rows} WHERE tenant = 'choosy'") == [["7", "8", "2"]])
 
 
+def test_choices_share_the_prompt_that_one_of_them_computes(simulated_stack: RunningStack) -> None:
+    with simulated_stack.client() as client:
+        body = body_for(simulated_stack, prompt="To be shared. " * 40, n=3, seed=1)
+        usage = client.post(PATH, json=body).json()["usage"]
+    assert usage["prompt_tokens"] == 3 * 561
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 2 * 560
+
+
 def test_a_client_that_leaves_stops_all_choices(simulated_stack: RunningStack) -> None:
     body = body_for(simulated_stack, n=4, max_tokens=20_000, stream=True)
     with (

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from schemas.api.answers import Finished, answer
 from schemas.api.bodies import ChatCompletionBody, decode_body
@@ -240,3 +242,29 @@ def test_a_format_that_is_not_known_or_has_no_template_is_refused() -> None:
     silent = LoadedModel.load(Catalog([dataclasses.replace(SPEC, tool_call_format="")], Path()), TOOL_MODEL)
     assert silent.spec.chat_template == TEMPLATE
     assert not silent.takes_tools
+
+
+KEYWORDS = st.sampled_from(
+    ["type", "properties", "required", "enum", "items", "$ref", "anyOf", "x-guidance", "not"]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(KEYWORDS | st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(KEYWORDS, JSON, max_size=4), st.sampled_from(["auto", "required"]), st.booleans())
+def test_any_schema_is_served_or_refused_as_the_clients_fault(
+    schema: dict[str, Any], choice: str, strict: bool
+) -> None:
+    function = {"name": "f", "parameters": schema, "strict": strict}
+    error: ApiError | None = None
+    try:
+        prepared(tools=[{"type": "function", "function": function}], tool_choice=choice)
+    except ApiError as e:
+        error = e
+    assert error is None or (error.status, error.code) == (400, "invalid_value")

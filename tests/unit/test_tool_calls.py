@@ -42,6 +42,11 @@ CASES: list[tuple[str, str, list[ToolCall]]] = [
     ('<tool_call>{"arguments": {}, "name": "f"}', "", [ToolCall("f", "{}")]),
     ('hm <tool_call>\n{"name": "f', 'hm <tool_call>\n{"name": "f', []),
     # None at all.
+    (
+        '<tool_call>{"name": "</tool_call>", "arguments": {}}',
+        '<tool_call>{"name": "</tool_call>", "arguments": {}}',
+        [],
+    ),
     ("<tool_call>f(1)</tool_call>", "<tool_call>f(1)</tool_call>", []),
     ('<tool_call>{"name": 3}</tool_call>!', '<tool_call>{"name": 3}</tool_call>!', []),
     ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None, []),  # type: ignore[list-item]
@@ -95,7 +100,10 @@ JSON = st.recursive(
 )
 
 
-@given(st.lists(st.tuples(st.text(), st.dictionaries(st.text(max_size=6), JSON, max_size=3)), max_size=3))
+NAMES = st.from_regex("[a-zA-Z0-9_-]{1,64}", fullmatch=True)
+
+
+@given(st.lists(st.tuples(NAMES, st.dictionaries(st.text(max_size=6), JSON, max_size=3)), max_size=3))
 def test_every_call_that_can_be_written_is_read(calls: list[tuple[str, dict[str, object]]]) -> None:
     text = "\n".join(
         f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
