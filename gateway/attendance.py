@@ -11,11 +11,11 @@ _HEADER = b"x-headrace-detach"
 _SECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,3})?")
 
 
-def detach_ms(headers: Mapping[bytes, bytes], most_s: float) -> int:
-    """How long the request shall go on with no reader. Raises ApiError 400; 0 without the header."""
+def detach_ms(headers: Mapping[bytes, bytes], most_s: float, unnamed_s: float = 0.0) -> int:
+    """How long the request shall go on unread: `unnamed_s` without the header. Raises ApiError 400."""
     text = headers.get(_HEADER)
     if text is None:
-        return 0
+        return int(min(unnamed_s, most_s) * 1000)
     if not _SECONDS.fullmatch(text) or float(text) > most_s:
         raise bad_field("X-Headrace-Detach", f"seconds from 0 to {most_s:g}, not {text[:40]!r}")
     return int(float(text) * 1000)

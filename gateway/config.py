@@ -41,6 +41,10 @@ class GatewayConfig(CommonConfig):
     inline_body_bytes: int = setting(2_000, doc="Bodies up to this size are tokenized in the event loop.")
 
     max_detach_s: float = setting(600.0, doc="Most seconds of X-Headrace-Detach.")
+    keyed_detach_s: float = setting(
+        30.0,
+        doc="Seconds a request with an Idempotency-Key goes on unread: time for its client to ask again.",
+    )
     max_scans: int = setting(8, doc="Readings of the log at a time, for streams that clients come back to.")
     succession_s: float = setting(
         25.0,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+from gateway.idempotency import KeyedBody
 from schemas.api.errors import ApiError
 
 Scope = MutableMapping[str, Any]
@@ -15,6 +16,7 @@ Send = Callable[[Message], Awaitable[None]]
 HeaderPairs = Iterable[tuple[bytes, bytes]]
 
 JSON = (b"content-type", b"application/json")
+_STREAM_HEADER = b"x-headrace-stream"
 
 
 class ClientGoneError(Exception):
@@ -24,7 +26,8 @@ class ClientGoneError(Exception):
 class Exchange:
     """`request_id` (16 random bytes) is the request's in all topics, and in x-request-id.
 
-    `extra_headers` go out with whatever response there will be.
+    `extra_headers` go out with whatever response there will be, `streams()` as x-headrace-stream. `keyed`:
+    what its Idempotency-Key says, once the body is read.
     """
 
     __slots__ = (
@@ -32,10 +35,12 @@ class Exchange:
         "_started_at",
         "extra_headers",
         "headers",
+        "keyed",
         "request_id",
         "scope",
         "send",
         "status",
+        "streams",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,6 +50,8 @@ class Exchange:
         self.extra_headers: list[tuple[bytes, bytes]] = []
         self.request_id = secrets.token_bytes(16)
         self.status: int | None = None
+        self.keyed: KeyedBody | None = None
+        self.streams: Callable[[], str] | None = None
         self._receive = receive
         self._started_at = time.monotonic()
 
@@ -94,6 +101,8 @@ class Exchange:
     async def start(self, status: int, headers: HeaderPairs) -> None:
         """Sends the status and headers, x-request-id and openai-processing-ms among them."""
         self.status = status
+        if self.streams is not None:
+            self.extra_headers.append((_STREAM_HEADER, self.streams().encode()))
         await self.send(
             {
                 "type": "http.response.start",

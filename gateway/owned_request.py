@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from gateway.actions import Bill, Cancel
+from gateway.idempotency import Joined
 from gateway.reader import Reader
 from schemas.records import Cancellation, Completion, Failed, InferenceRequest, Rejected, Usage
 from schemas.stream_state import Run, StreamState
@@ -36,6 +37,8 @@ class OwnedRequest:
     that was another owner's: until `kept_until` its clients may come back. Of one that is another's now:
     `claimed_from` is the owner that it is being claimed from, `ended_clock` when an attempt ended early.
     `waived`: what it did costs nothing.
+    `stream_id` is where its answer is read. `joined`: another request with its Idempotency-Key was first, and
+    it is that one's answer that is shown.
     """
 
     request: InferenceRequest
@@ -60,7 +63,19 @@ class OwnedRequest:
     claimed_from: int | None = None
     ended_clock: int | None = None
     waived: bool = False
+    stream_id: str = ""
+    joined: Joined | None = None
     stray_cancels: dict[Run, int] = field(default_factory=dict)
+
+    @property
+    def answer_id(self) -> bytes:
+        """The request_id that the answer's ids are made of."""
+        return self.request.request_id if self.joined is None else self.joined.request_id
+
+    @property
+    def answer_at_s(self) -> int:
+        """When the answer says it was created (s of the epoch)."""
+        return (self.request.accepted_at if self.joined is None else self.joined.accepted_at) // 1000
 
     @property
     def detach_ms(self) -> int:

@@ -16,7 +16,16 @@ from gateway.suspicion import excluded_slots
 from schemas import topics
 from schemas.fleet import FleetView
 from schemas.priority import PriorityClass
-from schemas.records import Cancellation, Claim, Completion, Detach, Dispatched, InferenceRequest, Tokens
+from schemas.records import (
+    Cancellation,
+    Claim,
+    Completion,
+    Detach,
+    Dispatched,
+    Duplicate,
+    InferenceRequest,
+    Tokens,
+)
 from schemas.stream_state import Effect, ReplyRecord, Run, StreamState
 
 _ENDED_KEPT_MS = 60_000
@@ -164,6 +173,15 @@ class Owner:
         if owned is None or owned.request.tenant != record.tenant:
             return []
         return self.cancel(owned, record.reason)
+
+    def on_duplicate(self, record: Duplicate) -> OwnedRequest | None:
+        """Admission: another request with its Idempotency-Key was first. It is over, and cost nothing."""
+        owned = self.open.get(record.request_id)
+        if owned is None or owned.state.run is not None:
+            return None
+        owned.over = True
+        self._forget(owned)
+        return owned
 
     def on_tokens(self, record: Tokens, timestamp_ms: int, now: float) -> list[Action]:
         """`now`: monotonic seconds, for the clients' timing. The hot path."""

@@ -79,6 +79,10 @@ class Reader:
         self.disconnected = True
         self._wake()
 
+    def on_news(self) -> None:
+        """Something else has come that a handler waits for."""
+        self._wake()
+
     def on_quiet(self, now: float) -> None:
         """Called ten times a second, for what a client is owed when nothing comes."""
 

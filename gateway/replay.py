@@ -3,7 +3,8 @@
 from gateway.config import GatewayConfig
 from gateway.ends import error_of
 from gateway.metrics import Timing
-from gateway.reader import StreamReader
+from gateway.reader import Reader, StreamReader
+from schemas.api.errors import ApiError
 from schemas.models import LoadedModel
 from schemas.records import Cancellation, Completion, Described, Failed, Rejected, TokenChunk
 from schemas.stream_state import RETRYABLE_FINISHES, Effect, ReplyRecord, Run, StreamState
@@ -41,7 +42,7 @@ class Replay:
 
     __slots__ = ("_ended_at", "_ended_clock", "_stopped", "reader", "request_id", "state", "tenant")
 
-    def __init__(self, request_id: bytes, tenant: str, reader: StreamReader) -> None:
+    def __init__(self, request_id: bytes, tenant: str, reader: Reader) -> None:
         self.request_id = request_id
         self.tenant = tenant
         self.reader = reader
@@ -117,3 +118,17 @@ class Replay:
                 self.reader.on_end(end)
             case Rejected() | Failed() as end:
                 self.reader.on_end(error_of(end))
+
+
+class JoinedReplay(Replay):
+    """For a client that has asked for the whole request again: one that was stopped is no answer to it."""
+
+    __slots__ = ()
+
+    def _tell_end(self) -> None:
+        end = self.state.end
+        if isinstance(end, Completion) and end.finish_reason in RETRYABLE_FINISHES:
+            message = "the request that was first with this Idempotency-Key was stopped; ask with another key"
+            self.reader.on_end(ApiError(410, "cancelled", message))
+        else:
+            super()._tell_end()

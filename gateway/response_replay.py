@@ -20,10 +20,6 @@ class ResponseReader(ReplayReader):
         super().__init__(config, model, False, after, now)  # /v1/responses knows no stop strings
         self.told = ToldTokens(model.tokenizer)
 
-    def on_news(self) -> None:
-        """Something else than tokens has come."""
-        self._wake()
-
 
 class ResponseReplay(Replay):
     """`created` is the response as it was created, once that was read. `caught_up`: all that the log holds

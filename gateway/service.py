@@ -26,7 +26,7 @@ from schemas.catalog import Catalog
 from schemas.codec import default_codec, encode
 from schemas.fleet import HEARTBEAT_INTERVAL_S, join, publish_schemas
 from schemas.models import load_models
-from schemas.records import Cancellation, Heartbeat, Left, Tokens
+from schemas.records import Cancellation, Duplicate, Heartbeat, Left, Tokens
 from schemas.stream_state import ReplyRecord
 
 log = logging.getLogger(__name__)
@@ -180,10 +180,14 @@ class Gateway:
         if actions:
             self.serving.outbox.put(actions)
 
-    def _on_record(self, record: ReplyRecord | Cancellation, timestamp_ms: int) -> None:
+    def _on_record(self, record: ReplyRecord | Cancellation | Duplicate, timestamp_ms: int) -> None:
         owner = self.serving.owner
         if isinstance(record, Cancellation):
             self.serving.outbox.put(owner.on_cancellation(record))
+        elif isinstance(record, Duplicate):
+            owned = owner.on_duplicate(record)
+            if owned is not None:
+                self.serving.join(owned, record)
         else:
             self.serving.outbox.put(owner.on_record(record, timestamp_ms))
 

@@ -7,21 +7,24 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from gateway.actions import Announce
 from gateway.auth import TenantBook, presented_key
 from gateway.config import GatewayConfig
 from gateway.ends import DISCONNECTED, code_of
+from gateway.idempotency import Joined
 from gateway.log_scans import LogScans
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
 from gateway.owned_request import OwnedRequest
 from gateway.owner import Owner
-from gateway.public_id import PublicId, PublicIds, hash_model
+from gateway.public_id import NotAnIdError, PublicId, PublicIds, hash_model
 from gateway.reader import Reader
+from gateway.replay import JoinedReplay, Replay
 from gateway.stream_token import StreamTokens
 from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
 from schemas.models import LoadedModel
-from schemas.records import Completion, InferenceRequest, Tenant
+from schemas.records import Attach, Completion, Detach, Duplicate, InferenceRequest, Tenant
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ class Serving:
         self.draining = False
         self.heard_at = 0.0
         self.readers: dict[bytes, Reader] = {}
+        self._joins: dict[bytes, tuple[Replay, int]] = {}
         self._one_finished = asyncio.Event()
         # Tokenizing lets go of the GIL; two threads keep long prompts from one another.
         self.tokenizing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
@@ -110,6 +114,35 @@ class Serving:
         )
         return self.public_ids.encode(request.tenant, public_id)
 
+    def join(self, owned: OwnedRequest, record: Duplicate) -> None:
+        """Shows its client the answer of the request that was first with its Idempotency-Key."""
+        reader, request, owner = owned.reader, owned.request, self.owner
+        if reader is None:
+            return
+        try:
+            first = self.public_ids.decode(request.tenant, record.public_id)
+            replay = JoinedReplay(first.request_id, request.tenant, reader)
+            self.scans.follow(first.reply_partition, first.first_offset, replay)
+        except NotAnIdError:
+            message = "the answer of the request that was first with this Idempotency-Key cannot be read here"
+            reader.on_end(ApiError(409, "idempotency_key_in_use", message))
+            return
+        except ApiError as e:
+            reader.on_end(e)
+            return
+        owned.joined = Joined(record.public_id, first.request_id, record.accepted_at)
+        owned.stream_id = record.public_id
+        reader.on_news()
+        self._joins[request.request_id] = replay, first.reply_partition
+        self.outbox.put([Announce(Attach(first.request_id, owner.slot, owner.epoch), first.reply_partition)])
+
+    def leave_join(self, owned: OwnedRequest) -> None:
+        """Its client wants no more of the answer that it joined."""
+        replay, partition = self._joins.pop(owned.request.request_id)
+        self.scans.leave(replay)
+        word = Detach(replay.request_id, self.owner.slot, self.owner.epoch, owned.detach_ms)
+        self.outbox.put([Announce(word, partition)])
+
     def accepted(self, owned: OwnedRequest, reader: Reader) -> None:
         self.readers[owned.request.request_id] = reader
         self.metrics.running_streams.inc()
@@ -123,7 +156,9 @@ class Serving:
         self.metrics.running_streams.dec()
         end = reader.end
         code = reason if end is None else code_of(end)
-        if end is None:
+        if owned.joined is not None:
+            self.leave_join(owned)
+        elif end is None:
             self.owner.feel(time.monotonic())
             stop = self.owner.leave if reason == DISCONNECTED else self.owner.abandon
             self.outbox.put(stop(owned, reason))

@@ -27,6 +27,7 @@ from schemas.records import (
     Detach,
     Dispatched,
     Drain,
+    Duplicate,
     Failed,
     Heartbeat,
     Join,
@@ -61,10 +62,11 @@ _REPLY_RECORDS = (
     Attach,
     Detach,
     Cancellation,
+    Duplicate,
 )
 
 OnTokens = Callable[[Tokens, int, float], None]
-OnRecord = Callable[[ReplyRecord | Cancellation, int], None]
+OnRecord = Callable[[ReplyRecord | Cancellation | Duplicate, int], None]
 
 
 class LogTruncatedError(RuntimeError):

@@ -16,6 +16,13 @@ from schemas.sampling import TokenLogprobs as TokenLogprobs
 
 
 @dataclass(slots=True)
+class Idempotency:
+    key: bytes
+    body: bytes
+    public_id: str
+
+
+@dataclass(slots=True)
 class InferenceRequest:
     request_id: bytes
     attempt: int
@@ -32,6 +39,16 @@ class InferenceRequest:
     start_ms: int | None = None
     excluded_slots: list[int] = field(default_factory=list)
     detach_ms: int = 0
+    idempotency: Idempotency | None = None
+
+
+@dataclass(slots=True)
+class KeyedRequest:
+    request_id: bytes
+    key: bytes
+    body: bytes
+    public_id: str
+    accepted_at: int
 
 
 @dataclass(slots=True)
@@ -156,6 +173,7 @@ class Rejected:
 class Duplicate:
     request_id: bytes
     public_id: str
+    accepted_at: int = 0
 
 
 @dataclass(slots=True)

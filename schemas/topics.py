@@ -14,6 +14,7 @@ from schemas.priority import PriorityClass
 NUM_CLASSES = len(PriorityClass)
 
 REQUESTS = "inference.requests"
+IDEMPOTENCY = "inference.idempotency"
 PREFILL = "inference.prefill"
 DECODE = "inference.decode"
 TOKENS = "inference.tokens"
@@ -33,6 +34,8 @@ TENANT_NAME = re.compile(r"[a-z0-9-]{1,40}")
 
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
+# How long an answer can be read again.
+TOKENS_RETENTION_MS = 2 * HOUR_MS
 
 
 def partition(shard: int, priority: int) -> int:
@@ -56,7 +59,7 @@ def tenant_shard(tenant: str, shards: int) -> int:
 
 
 def tenant_partition(tenant: str, priority: int, shards: int) -> int:
-    """The tenant's partition in requests, usage, cancellations and decisions."""
+    """The tenant's partition in requests, idempotency, usage, cancellations and decisions."""
     return partition(tenant_shard(tenant, shards), priority)
 
 
@@ -140,9 +143,10 @@ def topic_specs(layout: Layout) -> list[TopicSpec]:
     replies = max(layout.gateway_slots, layout.shards) * NUM_CLASSES
     kept: list[tuple[str, int, dict[str, str]]] = [
         (REQUESTS, hashed, _delete_after(DAY_MS)),
+        (IDEMPOTENCY, hashed, _delete_after(TOKENS_RETENTION_MS)),
         (PREFILL, workers, _delete_after(HOUR_MS)),
         (DECODE, workers, _delete_after(HOUR_MS)),
-        (TOKENS, replies, _delete_after(2 * HOUR_MS)),
+        (TOKENS, replies, _delete_after(TOKENS_RETENTION_MS)),
         (CANCELLATIONS, hashed, _delete_after(HOUR_MS)),
         (USAGE, hashed, _delete_after(30 * DAY_MS)),
         (HEARTBEATS, 1, _delete_after(HOUR_MS // 6)),

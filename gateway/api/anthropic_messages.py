@@ -35,4 +35,4 @@ def _frames(owned: OwnedRequest, reader: Reader, prepared: Prepared) -> sse.Fram
         return stop_sequence(reader.cut_off, prepared.sampling.stop)
 
     kind = ToolMessageFrames if prepared.has_tools else MessageFrames
-    return kind(owned.request.request_id, reader.model, prepared.num_prompt_tokens, stopped_by)
+    return kind(owned.answer_id, reader.model, prepared.num_prompt_tokens, stopped_by)

@@ -16,6 +16,7 @@ from gateway.choice_stream import Choice, failure_of, has_failed
 from gateway.ends import DISCONNECTED
 from gateway.event_stream import watch, write_events
 from gateway.exchange import ClientGoneError, Exchange
+from gateway.idempotency import has_key, key_of
 from gateway.owned_request import OwnedRequest
 from gateway.owner import reply_partition
 from gateway.reader import Reader, StreamReader, WholeReader
@@ -30,12 +31,11 @@ from schemas.api.prepare import Body, Prepared, prepare
 from schemas.api.tool_calls import parse_tool_calls
 from schemas.headers import TRACEPARENT
 from schemas.priority import PriorityClass
-from schemas.records import Completion, InferenceRequest, Tenant
+from schemas.records import Completion, Idempotency, InferenceRequest, Tenant
 
 log = logging.getLogger(__name__)
 
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-STREAM_HEADER = b"x-headrace-stream"
 MakeFrames = Callable[[OwnedRequest, Reader, Prepared], sse.Frames]
 
 
@@ -74,19 +74,19 @@ async def answer_choices(
     """
     tenant, wanted = await read(serving, exchange, parse)
     trace = traceparent(exchange)
-    detach = detach_ms(exchange.headers, serving.config.max_detach_s)
+    detach = detach_for(serving, exchange)
     requests = [new_request(serving, exchange, tenant, prepared, i) for i, prepared in enumerate(wanted)]
     choices = []
-    for request, prepared in zip(requests, wanted, strict=True):
+    for i, (request, prepared) in enumerate(zip(requests, wanted, strict=True)):
         reader = new_reader(serving, exchange, prepared, request)
         if prepared.sampling.logprobs is not None:
             reader.told = ToldTokens(prepared.model.tokenizer)
         owned = serving.owner.accept(request, reader, trace)
         owned.detach_ms = detach
+        identify(serving, exchange, owned, i)
         choices.append(Choice(owned, reader, prepared))
         serving.accepted(owned, reader)
-    streams = ", ".join(map(serving.public_id, requests))
-    exchange.extra_headers.append((STREAM_HEADER, streams.encode()))
+    exchange.streams = lambda: ", ".join(choice.owned.stream_id for choice in choices)
     gone = asyncio.create_task(watch(exchange, *(choice.reader for choice in choices)))
     reason = DISCONNECTED
     try:
@@ -155,6 +155,24 @@ def new_request(
     )
 
 
+def detach_for(serving: Serving, exchange: Exchange) -> int:
+    """How long the request goes on unread (ms). Raises ApiError 400."""
+    config = serving.config
+    unnamed_s = config.keyed_detach_s if has_key(exchange.headers) else 0.0
+    return detach_ms(exchange.headers, config.max_detach_s, unnamed_s)
+
+
+def identify(
+    serving: Serving, exchange: Exchange, owned: OwnedRequest, index: int = 0, *, described: bool = False
+) -> None:
+    """Where the stream of the choice is read, and what its Idempotency-Key says; before it is sent."""
+    request, keyed = owned.request, exchange.keyed
+    owned.stream_id = serving.public_id(request, described)
+    if keyed is not None:
+        key = key_of(request.tenant, keyed.key, index)
+        request.idempotency = Idempotency(key, keyed.body, owned.stream_id)
+
+
 def new_reader(serving: Serving, exchange: Exchange, prepared: Prepared, request: InferenceRequest) -> Reader:
     """Who waits for the answer: a StreamReader, or a WholeReader where the body wants no stream."""
     timing = serving.metrics.timings[PriorityClass(request.priority)]
@@ -203,15 +221,15 @@ async def _whole(exchange: Exchange, choices: Sequence[Choice]) -> None:
 
 def _finished(choice: Choice) -> Finished:
     owned, reader, prepared = choice
-    request, end = owned.request, reader.end
+    end = reader.end
     assert isinstance(reader, WholeReader)
     assert isinstance(end, Completion)
     text = output_text(prepared.model.tokenizer, reader.token_ids, end.finish_reason, end.text_length)
     text, tool_calls = parse_tool_calls(text) if prepared.has_tools else (text, [])
     return Finished(
-        request_id=request.request_id,
+        request_id=owned.answer_id,
         model=reader.model,
-        created_s=request.accepted_at // 1000,
+        created_s=owned.answer_at_s,
         text=text,
         finish_reason=end.finish_reason,
         input_tokens=end.input_tokens,

@@ -18,16 +18,11 @@ async def chat_completions(serving: Serving, exchange: Exchange) -> None:
 def _chunks(
     first: Choice, choice: Choice, index: int, usage: sse.UsageSoFar | None, logprobs: sse.Logprobs | None
 ) -> sse.OpenAIFrames:
-    request = first.owned.request
-    kind = (
-        partial(ToolChatFrames, choice.owned.request.request_id)
-        if choice.prepared.has_tools
-        else sse.ChatFrames
-    )
+    kind = partial(ToolChatFrames, choice.owned.answer_id) if choice.prepared.has_tools else sse.ChatFrames
     return kind(
-        request.request_id,
+        first.owned.answer_id,
         choice.reader.model,
-        request.accepted_at // 1000,
+        first.owned.answer_at_s,
         choice.prepared.include_usage,
         continuous_usage=usage,
         logprobs=logprobs,

@@ -15,11 +15,10 @@ async def completions(serving: Serving, exchange: Exchange) -> None:
 def _chunks(
     first: Choice, choice: Choice, index: int, usage: sse.UsageSoFar | None, logprobs: sse.Logprobs | None
 ) -> sse.OpenAIFrames:
-    request = first.owned.request
     return sse.CompletionFrames(
-        request.request_id,
+        first.owned.answer_id,
         choice.reader.model,
-        request.accepted_at // 1000,
+        first.owned.answer_at_s,
         choice.prepared.include_usage,
         continuous_usage=usage,
         logprobs=logprobs,

@@ -7,6 +7,7 @@ its end.
 
 import asyncio
 import logging
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,14 +15,13 @@ from aiokafka.errors import KafkaError
 
 from gateway import sse
 from gateway.api.logprobs import told_logprobs
-from gateway.api.online import STREAM_HEADER, new_reader, new_request, send, traceparent
+from gateway.api.online import detach_for, identify, new_reader, new_request, send, traceparent
 from gateway.api.reading import read
-from gateway.attendance import detach_ms
 from gateway.ends import DISCONNECTED
 from gateway.event_stream import watch, write_events
 from gateway.exchange import ClientGoneError, Exchange
 from gateway.owned_request import OwnedRequest
-from gateway.reader import StreamReader, WholeReader
+from gateway.reader import Reader, StreamReader, WholeReader
 from gateway.serving import Serving
 from gateway.sse_responses import ResponseFrames
 from gateway.told_tokens import ToldTokens
@@ -50,19 +50,19 @@ async def create(serving: Serving, exchange: Exchange) -> None:
     tenant, (body, prepared) = await read(serving, exchange, parse)
     request = new_request(serving, exchange, tenant, prepared)
     background = bool(body.background)
-    detach = request.end_ms if background else detach_ms(exchange.headers, serving.config.max_detach_s)
-    public_id = serving.public_id(request, described=body.stored)
-    created = created_response(body, f"{PREFIX}{public_id}", request.accepted_at // 1000)
-    exchange.extra_headers.append((STREAM_HEADER, public_id.encode()))
+    detach = request.end_ms if background else detach_for(serving, exchange)
     tokenizer = prepared.model.tokenizer
     reader = new_reader(serving, exchange, prepared, request)
     if prepared.sampling.logprobs is not None:
         reader.told = ToldTokens(tokenizer)
     owned = serving.owner.accept(request, reader, traceparent(exchange))
     owned.detach_ms = detach
+    identify(serving, exchange, owned, described=body.stored)
+    exchange.streams = lambda: owned.stream_id
+    created = created_response(body, f"{PREFIX}{owned.stream_id}", owned.answer_at_s)
     if background and not prepared.stream:
-        await _begin(serving, owned, created)
-        await exchange.respond(200, sse.to_json(created))
+        await _begin(serving, owned, reader, created)
+        await exchange.respond(200, sse.to_json(_as_first(created, owned)))
         return
     serving.accepted(owned, reader)
     gone = asyncio.create_task(watch(exchange, reader))
@@ -71,13 +71,13 @@ async def create(serving: Serving, exchange: Exchange) -> None:
         await _send(serving, owned, created)
         if isinstance(reader, StreamReader):
             # In the background the id is what counts: it is told without waiting for a worker.
-            reader.keep_alive_due = background
+            reader.keep_alive_due = background and exchange.keyed is None
             await write_events(
                 exchange,
                 reader,
                 lambda: ResponseFrames(
-                    created,
-                    request.request_id,
+                    _as_first(created, owned),
+                    owned.answer_id,
                     tokenizer,
                     reader,
                     partial(told_logprobs, reader, tokenizer),
@@ -86,7 +86,7 @@ async def create(serving: Serving, exchange: Exchange) -> None:
             )
         else:
             assert isinstance(reader, WholeReader)
-            await _whole(exchange, reader, tokenizer, request.request_id, created)
+            await _whole(exchange, reader, tokenizer, owned, created)
     except ApiError as e:
         reason = e.code
         raise
@@ -95,13 +95,18 @@ async def create(serving: Serving, exchange: Exchange) -> None:
         serving.finished(owned, reader, reason, exchange.elapsed_s)
 
 
-async def _begin(serving: Serving, owned: OwnedRequest, created: dict[str, Any]) -> None:
-    """Has the request run with nobody waiting. Raises ApiError 503."""
+async def _begin(serving: Serving, owned: OwnedRequest, reader: Reader, created: dict[str, Any]) -> None:
+    """Has the request run with nobody waiting. Raises ApiError for a refusal."""
     try:
         await _send(serving, owned, created)
+        if owned.request.idempotency is not None:
+            await _know_who_is_first(owned, reader, serving.config.start_wait_s)
     except ApiError as e:
         serving.outbox.put(serving.owner.abandon(owned, e.code))
         raise
+    if owned.joined is not None:
+        serving.leave_join(owned)
+        return
     serving.outbox.put(serving.owner.leave(owned, DISCONNECTED))
     request = owned.request
     log.info(
@@ -110,11 +115,31 @@ async def _begin(serving: Serving, owned: OwnedRequest, created: dict[str, Any])
     )
 
 
+async def _know_who_is_first(owned: OwnedRequest, reader: Reader, timeout_s: float) -> None:
+    """Its client goes away with an id, which has to be that of the request that runs. Raises ApiError.
+
+    Admission tells a request at once that it is not the first; one that has to wait is.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while not (reader.bound or reader.end is not None or owned.joined is not None):
+                await reader.wait()
+    if isinstance(reader.end, ApiError):
+        raise reader.end
+
+
 async def _send(serving: Serving, owned: OwnedRequest, created: dict[str, Any]) -> None:
     """Returns when the broker has the request, and what is stored of it: who has an answer can read it
     again. Raises ApiError 503."""
     describe = [_describe(serving, owned.request, created)] if created["store"] else []
     await asyncio.gather(send(serving, owned), *describe)
+
+
+def _as_first(created: dict[str, Any], owned: OwnedRequest) -> dict[str, Any]:
+    """Another request may have been first with its Idempotency-Key: the response is that one's."""
+    if owned.joined is None:
+        return created
+    return {**created, "id": f"{PREFIX}{owned.stream_id}", "created_at": owned.answer_at_s}
 
 
 async def _describe(serving: Serving, request: InferenceRequest, created: dict[str, Any]) -> None:
@@ -131,7 +156,7 @@ async def _whole(
     exchange: Exchange,
     reader: WholeReader,
     tokenizer: Tokenizer,
-    request_id: bytes,
+    owned: OwnedRequest,
     created: dict[str, Any],
 ) -> None:
     while reader.end is None:
@@ -143,5 +168,6 @@ async def _whole(
         raise end
     text = output_text(tokenizer, reader.token_ids, end.finish_reason, end.text_length)
     logprobs = told_logprobs(reader, tokenizer, None)
-    response = ended_response(created, request_id, reader.model, end, text, logprobs)
+    first = _as_first(created, owned)
+    response = ended_response(first, owned.answer_id, reader.model, end, text, logprobs)
     await exchange.respond(200, sse.to_json(response))

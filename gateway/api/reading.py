@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from gateway.exchange import Exchange
+from gateway.idempotency import keyed_body
 from gateway.serving import Serving
 from schemas.records import Tenant
 
@@ -21,5 +22,9 @@ async def read(serving: Serving, exchange: Exchange, parse: Callable[[bytes], T]
     tenant = await serving.authenticate(exchange.headers)
     body = await exchange.read_body(config.max_body_bytes, config.body_timeout_s)
     if len(body) <= config.inline_body_bytes:
-        return tenant, parse(body)
-    return tenant, await asyncio.get_running_loop().run_in_executor(serving.tokenizing, parse, body)
+        parsed = parse(body)
+    else:
+        loop = asyncio.get_running_loop()
+        parsed = await loop.run_in_executor(serving.tokenizing, parse, body)
+    exchange.keyed = keyed_body(exchange.headers, exchange.scope["path"], body)
+    return tenant, parsed

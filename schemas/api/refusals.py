@@ -49,9 +49,13 @@ REFUSALS = (
     RefusalKind(404, "response_not_found", "no such response, one that was not stored, or another tenant's"),
     RefusalKind(405, "method_not_allowed", "the path has other methods"),
     RefusalKind(408, "body_timeout", "the body did not arrive in time"),
-    RefusalKind(410, "cancelled", "the request was ended by DELETE /v1/streams/{id}"),
+    RefusalKind(409, "idempotency_key_in_use", "the first request with the key cannot be read here"),
+    RefusalKind(
+        410, "cancelled", "it was ended by DELETE /v1/streams/{id}, or is the first of its key and was"
+    ),
     RefusalKind(410, "stream_expired", "the log no longer holds the stream"),
     RefusalKind(413, "body_too_large", "the body is larger than this gateway takes"),
+    RefusalKind(422, "idempotency_key_reused", "the Idempotency-Key was used for another body"),
     RefusalKind(429, "concurrency_limit_exceeded", "the tenant runs as many requests as it may"),
     RefusalKind(429, "request_rate_exceeded", "the tenant sends more requests a minute than it may"),
     RefusalKind(429, "token_rate_exceeded", "the tenant uses more tokens a minute than it may"),

@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 
 from schemas.headers import Headers, ReplyTo
-from schemas.records import Admitted, Dispatch, Dispatched, InferenceRequest, Rejected
+from schemas.records import (
+    Admitted,
+    Dispatch,
+    Dispatched,
+    Duplicate,
+    InferenceRequest,
+    KeyedRequest,
+    Rejected,
+)
 from streams.admission.refusal import Refusal
 from streams.admission.router import InFlight, Worker
 
@@ -13,7 +21,7 @@ class Reply:
     """Tell the owner, in its reply partition."""
 
     to: ReplyTo
-    record: Admitted | Dispatched | Rejected
+    record: Admitted | Dispatched | Duplicate | Rejected
     traceparent: str | None = None
 
 
@@ -22,7 +30,8 @@ class Assign:
     """Put `dispatch` into the worker's mailbox, then call `Admission.on_dispatched` or `on_dispatch_failed`.
 
     The worker and its in-flight entry are the router's; `queued_ms` is how long the request waited, `record`
-    is the request as it lies in inference.requests, at `partition` and `offset`.
+    is the request as it lies in inference.requests, at `partition` and `offset`. `keyed` is to be acked
+    before.
     """
 
     dispatch: Dispatch
@@ -33,6 +42,7 @@ class Assign:
     partition: int
     offset: int
     traceparent: str | None = None
+    keyed: KeyedRequest | None = None
 
 
 @dataclass(slots=True)

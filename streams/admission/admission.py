@@ -5,7 +5,7 @@ the router finds a worker with room; mostly that is at once. Every event that ma
 a usage row, a worker that joins) runs the queues again.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from schemas.fleet import FleetView
 from schemas.records import (
@@ -13,6 +13,7 @@ from schemas.records import (
     Cancellation,
     Dispatch,
     Dispatched,
+    Duplicate,
     InferenceRequest,
     PartitionStatus,
     QueuedTokens,
@@ -24,6 +25,7 @@ from streams.admission.actions import Action, Assign, Reply, reject, reply_to
 from streams.admission.backlog import Backlog
 from streams.admission.decisions import DecisionLog
 from streams.admission.fair_queue import QueuedRequest
+from streams.admission.idempotency import IdempotencyKeys, keyed
 from streams.admission.limits import Limits
 from streams.admission.memory import Phase, RequestMemory
 from streams.admission.model_queue import ModelQueue
@@ -54,6 +56,7 @@ class Admission:
         self.tenants = Tenants(self.limits)
         self.router = Router()
         self.predictor = OutputPredictor()
+        self.keys = IdempotencyKeys()
         self._backlog = Backlog(self.router)
         self._memory = RequestMemory()
 
@@ -80,6 +83,11 @@ class Admission:
         if known is not None and known.queued is not None:
             self._backlog.cancel(known.queued)
             self._memory.forget(request.request_id)
+        match self.keys.check(request, partition):
+            case Duplicate() as duplicate:
+                return [Reply(reply_to(request), duplicate, traceparent)]
+            case Refusal() as reused:
+                return [self._refuse(request, reused, traceparent)]
         end_at = request.accepted_at + request.end_ms
         refusal = (
             self.tenants.refusal(request.tenant, request.priority)
@@ -182,6 +190,7 @@ class Admission:
         """What time alone brings: waits that end, reservations that expire. Call about every 100 ms."""
         self.limits.expire(now)
         self._memory.expire(now)
+        self.keys.expire(now)
         actions: list[Action] = [
             self._evict(item, expired(self._backlog.retry_after_ms(item.request.model)), now)
             for item in self._backlog.expired(now)
@@ -235,8 +244,17 @@ class Admission:
         dispatch = Dispatch(worker.slot, worker.epoch, item.expected_output_tokens, request)
         waited = max(0, now - item.queued_at)
         self.decisions.dispatched(item, worker, waited)
+        first = request.attempt == 1 and request.idempotency is not None
         return Assign(
-            dispatch, worker, entry, waited, item.record, item.partition, item.offset, item.traceparent
+            dispatch,
+            worker,
+            entry,
+            waited,
+            item.record,
+            item.partition,
+            item.offset,
+            item.traceparent,
+            keyed(request) if first else None,
         )
 
     def _dispatched(
@@ -286,6 +304,7 @@ class Admission:
 
     def _refuse(self, request: InferenceRequest, refusal: Refusal, traceparent: str | None) -> Reply:
         self.decisions.refused(request, refusal)
+        self.keys.refused(request)
         return reject(reply_to(request), refusal, traceparent)
 
     def _late(self, request: InferenceRequest, now: int) -> Refusal | None:
@@ -294,7 +313,8 @@ class Admission:
     def _no_worker(self, request: InferenceRequest) -> Refusal:
         return no_worker(request.model, self.policy.no_worker_wait_ms)
 
-    def _drop_partitions(self, partitions: Iterable[int], now: int) -> None:
+    def _drop_partitions(self, partitions: Collection[int], now: int) -> None:
+        self.keys.drop(partitions)
         for item in self._backlog.of_partitions(set(partitions)):
             self._backlog.cancel(item)
             self._memory.forget(item.request.request_id, item.request.attempt)

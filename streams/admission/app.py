@@ -37,6 +37,7 @@ def make_kafka(config: AdmissionConfig) -> Kafka:
         control=AIOKafkaConsumer(**client("control"), **CONSUMER_SETTINGS),
         heartbeats=AIOKafkaConsumer(**client("heartbeats"), **heartbeats),
         usage=AIOKafkaConsumer(**client("usage"), **CONSUMER_SETTINGS),
+        keys=AIOKafkaConsumer(**client("keys"), **CONSUMER_SETTINGS),
         partition=TopicPartition,
         faust_app=faust_app,
     )

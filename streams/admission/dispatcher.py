@@ -94,6 +94,12 @@ class Dispatcher:
         to = reply_to(dispatch.request)
         began = time.perf_counter()
         try:
+            if assign.keyed is not None:
+                # 1. Whoever holds the partition next knows that this request runs for its key.
+                noted = await self._send(topics.IDEMPOTENCY, encode(assign.keyed), assign.partition, [])
+                noted.add_done_callback(partial(self._noted, assign))
+                return
+            # 2. The Dispatch.
             value = encode_dispatch(dispatch, assign.record)
             future = await self._send(topics.PREFILL, value, mailbox, reply_headers(to, assign.traceparent))
         except Exception as error:
@@ -141,6 +147,15 @@ class Dispatcher:
     def _note_idle(self) -> None:
         if not (self._actions or self._sending or self._unacked):
             self._idle.set()
+
+    def _noted(self, assign: Assign, future: "asyncio.Future[Any]") -> None:
+        if future.cancelled():
+            return
+        if (error := future.exception()) is not None:
+            self._failed(assign, error)
+            return
+        assign.keyed = None
+        self.put([assign])
 
     def _acked(self, assign: Assign, began: float, future: "asyncio.Future[Any]") -> None:
         if future.cancelled():

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any
 
 from schemas.codec import CodecError
@@ -36,6 +36,19 @@ class Intake:
         self._clock = clock
         self._catch_up_schemas = catch_up_schemas
         self._catch_up_tenants = catch_up_tenants
+        self._parked: dict[int, list[tuple[InferenceRequest, bytes, int, str | None]]] = {}
+
+    def keys_loaded(self, partition: int) -> list[Action]:
+        """The partition's Idempotency-Keys are known: what to do about the requests that waited for that."""
+        return [
+            action
+            for request, raw, offset, trace in self._parked.pop(partition, ())
+            for action in self._admission.on_request(request, raw, partition, offset, trace, self._clock())
+        ]
+
+    def assigned(self, partitions: Collection[int]) -> None:
+        """What waits from other partitions is for their new holder, to whom the owners send it again."""
+        self._parked = {number: some for number, some in self._parked.items() if number in partitions}
 
     async def on_record(
         self,
@@ -69,6 +82,9 @@ class Intake:
             case InferenceRequest():
                 self._metrics.read_requests.inc()
                 trace = traceparent(headers)
+                if record.idempotency is not None and not self._admission.keys.is_loaded(partition):
+                    self._parked.setdefault(partition, []).append((record, raw, offset, trace))
+                    return []
                 return self._admission.on_request(record, raw, partition, offset, trace, now)
             case Cancellation():
                 self._metrics.read_cancellations.inc()

@@ -18,6 +18,7 @@ from streams.admission.config import ROLE, AdmissionConfig
 from streams.admission.decisions import DecisionLog
 from streams.admission.dispatcher import Dispatcher
 from streams.admission.intake import Intake
+from streams.admission.key_loader import KeyLoader
 from streams.admission.metrics import Metrics
 from streams.admission.pulse import keep_time, log_decisions
 from streams.admission.usage_follower import UsageFollower
@@ -50,6 +51,7 @@ class Kafka:
     control: Any
     heartbeats: Any
     usage: Any
+    keys: Any
     partition: Callable[[str, int], Any]
     faust_app: Callable[[Path, Callable[[Any], Awaitable[None]], Callable[[set[int]], Awaitable[None]]], Any]
 
@@ -61,6 +63,7 @@ class Kafka:
             self.control,
             self.heartbeats,
             self.usage,
+            self.keys,
         ]
 
 
@@ -81,6 +84,7 @@ class AdmissionService:
         )
         self.control = ControlFollower(kafka.control, kafka.partition, self.membership, self._on_tenant)
         self.usage = UsageFollower(kafka.usage, kafka.partition, self.admission, self.dispatcher.put, _now)
+        self.keys = KeyLoader(kafka.keys, kafka.partition, self.admission, self._on_keys_loaded, _now)
         self.intake = Intake(
             self.admission,
             self.metrics,
@@ -128,6 +132,7 @@ class AdmissionService:
         parts.spawn("control", self.control.run())
         parts.spawn("heartbeats", follow_heartbeats(kafka.heartbeats, kafka.partition, self.membership))
         parts.spawn("usage", self.usage.run())
+        parts.spawn("keys", self.keys.run())
         parts.spawn("pulse", beat(kafka.heartbeat_producer, self._heartbeat))
         parts.spawn("clock", self._keep_time())
         if config.decision_log:
@@ -150,6 +155,9 @@ class AdmissionService:
     def _on_fleet_change(self) -> None:
         self.dispatcher.put(self.admission.fleet_changed(_now()))
 
+    def _on_keys_loaded(self, partition: int) -> None:
+        self.dispatcher.put(self.intake.keys_loaded(partition))
+
     def _on_tenant(self, name: str, tenant: Tenant | None) -> None:
         self.admission.on_tenant(name, tenant, _now())
 
@@ -168,6 +176,8 @@ class AdmissionService:
             ends = await self.kafka.control.end_offsets(partitions) if partitions else {}
         self.admission.on_assigned({tp.partition: end for tp, end in ends.items()}, _now())
         self.usage.assignment_changed()
+        self.intake.assigned(numbers)
+        self.keys.assignment_changed()
         self._assigned = bool(partitions)
         log.info("partitions assigned", extra={"partitions": sorted(numbers)})
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.partition_scan import PartitionScan, joinable
+from gateway.reader import StreamReader
 from gateway.replay import Replay, ReplayReader
 from schemas.api.errors import ApiError
 from schemas.codec import decode, encode
@@ -46,6 +47,7 @@ async def read(record: ConsumerRecord) -> object:
 
 
 def text(of: Replay) -> str:
+    assert isinstance(of.reader, StreamReader)
     return "".join(text for text, _ in of.reader.take())
 
 

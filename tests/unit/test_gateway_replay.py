@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.reader import StreamReader
 from gateway.replay import RETRY_WAIT_MS, Replay, ReplayReader
 from schemas.api.errors import ApiError
 from schemas.records import (
@@ -30,6 +31,11 @@ def replay(after: int = -1, may_be_cut: bool = False) -> Replay:
     return Replay(RID, "acme", ReplayReader(config(), MODEL, may_be_cut, after, 0.0))
 
 
+def reader_of(target: Replay) -> StreamReader:
+    assert isinstance(target.reader, StreamReader)
+    return target.reader
+
+
 def dispatched(attempt: int = 1, run: Run = RUN) -> Dispatched:
     return Dispatched(RID, attempt, EPOCH, run.slot, run.epoch, "simulated")
 
@@ -46,7 +52,7 @@ def feed(target: Replay, steps: Iterable[Step], timestamp_ms: int = 0) -> list[t
             target.on_chunk(RUN, step, timestamp_ms, 0.0)
         else:
             target.on_record(step, timestamp_ms)
-        while taken := target.reader.take():
+        while taken := reader_of(target).take():
             events += taken
     return events
 
@@ -135,7 +141,7 @@ def test_a_retry_goes_on_where_the_first_attempt_was() -> None:
     target.on_record(Retry(RID, 2, EPOCH, "worker_lost"), 0)
     target.on_chunk(RUN, TokenChunk(RID, 1, 2, [120]), 0, 0.0)  # the lost worker was not
     target.on_chunk(second, TokenChunk(RID, 2, 2, [99], "length"), 0, 0.0)
-    assert target.reader.take() == [("c", 2)]
+    assert reader_of(target).take() == [("c", 2)]
     target.on_record(Completion(RID, 2, *second, 3, 0, 3, "length"), 0)
     assert isinstance(target.reader.end, Completion)
 
