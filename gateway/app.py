@@ -1,6 +1,7 @@
 """The gateway's HTTP application: which path leads where."""
 
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from starlette.routing import Route, Router
 
@@ -19,7 +20,10 @@ from gateway.api import (
 )
 from gateway.errors import MODELS_URL, ErrorBoundary
 from gateway.exchange import Exchange, Receive, Scope, Send
+from gateway.http_protocol import EXCESS
+from gateway.in_flight import caller
 from gateway.serving import Serving
+from schemas.api.errors import ApiError
 from schemas.api.messages import COUNT_TOKENS_URL
 from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, GENERATE_URL, MESSAGES_URL
 from schemas.api.responses import RESPONSES_URL
@@ -28,40 +32,73 @@ from schemas.api.tokenize import DETOKENIZE_URL, TOKENIZE_URL
 Handler = Callable[[Serving, Exchange], Awaitable[None]]
 
 
-class _Endpoint:
-    """A handler as an ASGI application: it writes its own response, no object in between."""
+class Operation(NamedTuple):
+    """One method of one path. `limited`: it is counted, and refused when there are too many; what watches
+    this process is not."""
 
-    def __init__(self, handler: Handler, serving: Serving) -> None:
-        self._handler = handler
+    method: str
+    path: str
+    handler: Handler
+    limited: bool = True
+
+
+OPERATIONS = (
+    Operation("POST", GENERATE_URL, native.generate),
+    Operation("POST", CHAT_COMPLETIONS_URL, openai_chat.chat_completions),
+    Operation("POST", COMPLETIONS_URL, openai_completions.completions),
+    Operation("POST", RESPONSES_URL, openai_responses.create),
+    Operation("GET", f"{RESPONSES_URL}/{{id}}", kept_responses.retrieve),
+    Operation("DELETE", f"{RESPONSES_URL}/{{id}}", kept_responses.delete),
+    Operation("POST", f"{RESPONSES_URL}/{{id}}/cancel", kept_responses.cancel),
+    Operation("GET", f"{RESPONSES_URL}/{{id}}/input_items", kept_responses.input_items),
+    Operation("POST", MESSAGES_URL, anthropic_messages.messages),
+    Operation("POST", COUNT_TOKENS_URL, anthropic_messages.count_tokens),
+    Operation("POST", TOKENIZE_URL, tokenize.tokenize),
+    Operation("POST", DETOKENIZE_URL, tokenize.detokenize),
+    Operation("GET", "/v1/streams/{id}", streams.read_stream),
+    Operation("DELETE", "/v1/streams/{id}", streams.cancel_stream),
+    Operation("POST", "/v1/streams/{id}/token", stream_tokens.create_token),
+    Operation("GET", MODELS_URL, models.list_models),
+    Operation("GET", f"{MODELS_URL}/{{model:path}}", models.get_model),
+    Operation("GET", "/health/live", health.live, limited=False),
+    Operation("GET", "/health/ready", health.ready, limited=False),
+    Operation("GET", "/metrics", health.metrics, limited=False),
+)
+
+
+class _Endpoint:
+    """A path's handlers as an ASGI application: each writes its own response, no object in between."""
+
+    def __init__(self, operations: list[Operation], serving: Serving) -> None:
+        self._operations = {operation.method: operation for operation in operations}
+        self._allow = ", ".join(sorted(self._operations)).encode()
         self._serving = serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._handler(self._serving, scope["exchange"])
+        exchange: Exchange = scope["exchange"]
+        operation = self._operations.get(scope["method"])
+        if operation is None:
+            exchange.extra_headers.append((b"allow", self._allow))
+            message = f"{scope['method']} is not allowed here, but {self._allow.decode()}"
+            raise ApiError(405, "method_not_allowed", message)
+        if not operation.limited:
+            await operation.handler(self._serving, exchange)
+            return
+        if scope.get("state", _NO_STATE).get(EXCESS):
+            exchange.extra_headers.append((b"connection", b"close"))
+            message = "more connections are open than this gateway serves; try again"
+            raise ApiError(503, "too_many_connections", message, None, 1_000)
+        with self._serving.in_flight.one(caller(exchange.headers, scope["query_string"])):
+            await operation.handler(self._serving, exchange)
+
+
+_NO_STATE: dict[str, object] = {}
 
 
 def make_app(serving: Serving) -> ErrorBoundary:
     """The ASGI application."""
-    table: list[tuple[str, str, Handler]] = [
-        ("POST", GENERATE_URL, native.generate),
-        ("POST", CHAT_COMPLETIONS_URL, openai_chat.chat_completions),
-        ("POST", COMPLETIONS_URL, openai_completions.completions),
-        ("POST", RESPONSES_URL, openai_responses.create),
-        ("GET", f"{RESPONSES_URL}/{{id}}", kept_responses.retrieve),
-        ("DELETE", f"{RESPONSES_URL}/{{id}}", kept_responses.delete),
-        ("POST", f"{RESPONSES_URL}/{{id}}/cancel", kept_responses.cancel),
-        ("GET", f"{RESPONSES_URL}/{{id}}/input_items", kept_responses.input_items),
-        ("POST", MESSAGES_URL, anthropic_messages.messages),
-        ("POST", COUNT_TOKENS_URL, anthropic_messages.count_tokens),
-        ("POST", TOKENIZE_URL, tokenize.tokenize),
-        ("POST", DETOKENIZE_URL, tokenize.detokenize),
-        ("GET", "/v1/streams/{id}", streams.read_stream),
-        ("DELETE", "/v1/streams/{id}", streams.cancel_stream),
-        ("POST", "/v1/streams/{id}/token", stream_tokens.create_token),
-        ("GET", MODELS_URL, models.list_models),
-        ("GET", f"{MODELS_URL}/{{model:path}}", models.get_model),
-        ("GET", "/health/live", health.live),
-        ("GET", "/health/ready", health.ready),
-        ("GET", "/metrics", health.metrics),
-    ]
-    routes = [Route(path, _Endpoint(handler, serving), methods=[method]) for method, path, handler in table]
+    by_path: dict[str, list[Operation]] = {}
+    for operation in OPERATIONS:
+        by_path.setdefault(operation.path, []).append(operation)
+    routes = [Route(path, _Endpoint(operations, serving)) for path, operations in by_path.items()]
     return ErrorBoundary(Router(routes, redirect_slashes=False), serving.metrics.on_status)

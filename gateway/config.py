@@ -6,6 +6,12 @@ from schemas.config import CommonConfig, setting
 
 _POSITIVE = (
     "max_body_bytes",
+    "max_header_bytes",
+    "max_headers",
+    "header_timeout_s",
+    "max_connections",
+    "max_streams",
+    "max_streams_per_key",
     "body_timeout_s",
     "ack_timeout_s",
     "start_timeout_s",
@@ -28,6 +34,14 @@ class GatewayConfig(CommonConfig):
 
     max_body_bytes: int = setting(8 << 20, doc="Largest request body; above it: 413.")
     body_timeout_s: float = setting(30.0, doc="Seconds a client may take to send its body; then 408.")
+    max_header_bytes: int = setting(65_536, doc="Largest URL with all headers; above it: 431.")
+    max_headers: int = setting(128, doc="Most header lines of a request; above it: 431.")
+    header_timeout_s: float = setting(
+        10.0, doc="Seconds for the headers, from the connect or the last answer."
+    )
+    max_connections: int = setting(10_000, doc="Open connections; those above it get 503.")
+    max_streams: int = setting(8_192, doc="Requests answered at a time, streams among them; above it: 503.")
+    max_streams_per_key: int = setting(1_024, doc="Of these, those with one key; above it: 503.")
     ack_timeout_s: float = setting(5.0, doc="Seconds to wait for Kafka to take a request; then 503.")
     start_timeout_s: float = setting(60.0, doc="Seconds to wait for Kafka at the start; then it exits.")
     end_ms: int = setting(600_000, doc="Milliseconds from acceptance after which a request is ended.")

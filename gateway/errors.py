@@ -3,6 +3,7 @@
 """
 
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
 
 from starlette.exceptions import HTTPException
@@ -17,8 +18,6 @@ MODELS_URL = "/v1/models"
 _ANTHROPIC_VERSION = b"anthropic-version"
 _RETRY_LATER = frozenset({429, 503})
 _DEFAULT_RETRY_MS = 1_000
-# The rest of such a body is not read, so the connection cannot be used again.
-_CLOSES = frozenset({408, 413})
 
 
 def internal_error() -> ApiError:
@@ -27,8 +26,6 @@ def internal_error() -> ApiError:
 
 def from_http(error: HTTPException, scope: Scope) -> ApiError:
     """What the router raises."""
-    if error.status_code == 405:
-        return ApiError(405, "method_not_allowed", f"{scope['method']} is not allowed here")
     if error.status_code == 404:
         return ApiError(404, "not_found", f"there is nothing at {scope['path']}")
     return ApiError(error.status_code, "http_error", error.detail)
@@ -38,18 +35,36 @@ async def send_error(
     exchange: Exchange, error: ApiError, headers: tuple[tuple[bytes, bytes], ...] = ()
 ) -> None:
     """The whole response of a refusal; 429 and 503 always say when to come back."""
-    extra = [JSON, *headers]
+    extra = [*_headers(error), *headers]
+    if error.status == 408 or exchange.awaits_continue:
+        # Whether the rest of the body comes, or the next request, nobody knows.
+        extra.append((b"connection", b"close"))
+    anthropic_id = exchange.request_id if is_anthropic(exchange) else None
+    await exchange.respond(error.status, error.to_json(anthropic_id), extra)
+
+
+def whole_refusal(error: ApiError, path: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Headers and body of the refusal of what is no request; the connection closes with it."""
+    request_id = secrets.token_bytes(16)
+    body = error.to_json(request_id if _under_messages(path) else None)
+    return [
+        *_headers(error),
+        (b"content-length", b"%d" % len(body)),
+        (b"x-request-id", request_id.hex().encode()),
+        (b"connection", b"close"),
+    ], body
+
+
+def _headers(error: ApiError) -> list[tuple[bytes, bytes]]:
+    headers = [JSON]
     retry_after = error.retry_after_s()
     if retry_after is None and error.status in _RETRY_LATER:
         retry_after = _DEFAULT_RETRY_MS // 1000
     if retry_after is not None:
-        extra.append((b"retry-after", b"%d" % retry_after))
+        headers.append((b"retry-after", b"%d" % retry_after))
     if error.status == 401:
-        extra.append((b"www-authenticate", b"Bearer"))
-    if error.status in _CLOSES:
-        extra.append((b"connection", b"close"))
-    anthropic_id = exchange.request_id if is_anthropic(exchange) else None
-    await exchange.respond(error.status, error.to_json(anthropic_id), extra)
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers
 
 
 def is_anthropic(exchange: Exchange) -> bool:
@@ -57,6 +72,10 @@ def is_anthropic(exchange: Exchange) -> bool:
     path: str = exchange.scope["path"]
     if path == MODELS_URL or path.startswith(f"{MODELS_URL}/"):
         return _ANTHROPIC_VERSION in exchange.headers
+    return _under_messages(path)
+
+
+def _under_messages(path: str) -> bool:
     return path == MESSAGES_URL or path.startswith(f"{MESSAGES_URL}/")
 
 

@@ -31,6 +31,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_reads_body",
         "_receive",
         "_started_at",
         "extra_headers",
@@ -53,12 +54,18 @@ class Exchange:
         self.keyed: KeyedBody | None = None
         self.streams: Callable[[], str] | None = None
         self._receive = receive
+        self._reads_body = False
         self._started_at = time.monotonic()
 
     @property
     def started(self) -> bool:
         """A status was sent: from here on a refusal cannot be one."""
         return self.status is not None
+
+    @property
+    def awaits_continue(self) -> bool:
+        """The client asked to be told before it sends its body, and was not."""
+        return not self._reads_body and self.headers.get(b"expect", b"").lower() == b"100-continue"
 
     @property
     def elapsed_s(self) -> float:
@@ -75,6 +82,7 @@ class Exchange:
         declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared[:20]) > limit:
             raise too_large
+        self._reads_body = True
         parts: list[bytes] = []
         size = 0
         try:

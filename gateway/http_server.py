@@ -1,16 +1,22 @@
 """The HTTP server in the gateway's event loop: its settings, and the socket that it serves on."""
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
+from typing import cast
 
 import uvicorn
 
 from gateway.app import make_app
 from gateway.config import GatewayConfig
+from gateway.http_protocol import BoundedHttpProtocol, HttpLimits
 from gateway.serving import Serving
 
 _GRACEFUL_S = 5
+# Clients of a gateway that died come back all at once.
+_BACKLOG = 4_096
 # Longer than load balancers and SDK pools keep theirs, so that they close first.
 _KEEP_ALIVE_S = 75
 
@@ -22,7 +28,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 make_app(serving),
-                http="httptools",
+                http=_protocol(serving),
                 ws="none",
                 lifespan="off",
                 interface="asgi3",
@@ -30,6 +36,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 server_header=False,
                 proxy_headers=False,
+                backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_GRACEFUL_S,
             )
@@ -38,6 +45,20 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _protocol(serving: Serving) -> type[asyncio.Protocol]:
+    config = serving.config
+    limits = HttpLimits(
+        head_bytes=config.max_header_bytes,
+        headers=config.max_headers,
+        head_timeout_s=config.header_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+        connections=config.max_connections,
+        on_status=serving.metrics.on_status,
+    )
+    # uvicorn calls it, as it would the class.
+    return cast("type[asyncio.Protocol]", partial(BoundedHttpProtocol, limits=limits))
 
 
 def listen(config: GatewayConfig) -> socket.socket:

@@ -70,6 +70,7 @@ async def delete(serving: Serving, exchange: Exchange) -> None:
     serving.check_open()
     tenant = await serving.authenticate(exchange.headers)
     _kept(serving, exchange, tenant)
+    exchange.extra_headers.append((b"allow", b"GET"))
     message = (
         "a response cannot be deleted: the log keeps it for its retention time and no longer; "
         "POST /v1/responses/{id}/cancel ends it"

@@ -7,6 +7,7 @@ from typing import TypeVar
 from gateway.exchange import Exchange
 from gateway.idempotency import keyed_body
 from gateway.serving import Serving
+from schemas.api.errors import ApiError
 from schemas.records import Tenant
 
 T = TypeVar("T")
@@ -15,11 +16,19 @@ T = TypeVar("T")
 async def read(serving: Serving, exchange: Exchange, parse: Callable[[bytes], T]) -> tuple[Tenant, T]:
     """The tenant, and what `parse` makes of the body; for long bodies in a thread: it may tokenize.
 
+    The body is taken for JSON whatever its Content-Type says: curl's own says form data.
+
     Raises what `parse` raises, ApiError for a refusal, ClientGoneError.
     """
     config = serving.config
     serving.check_open()  # first: before the tenants are read no key is known
     tenant = await serving.authenticate(exchange.headers)
+    encoding = exchange.headers.get(b"content-encoding", b"identity")
+    if encoding.lower() != b"identity":
+        message = (
+            f"Content-Encoding: {encoding[:40].decode('latin-1')!r} is not taken; send the JSON as it is"
+        )
+        raise ApiError(415, "unsupported_encoding", message, "Content-Encoding")
     body = await exchange.read_body(config.max_body_bytes, config.body_timeout_s)
     if len(body) <= config.inline_body_bytes:
         parsed = parse(body)

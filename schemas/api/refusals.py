@@ -25,6 +25,7 @@ class RefusalKind(NamedTuple):
 
 
 REFUSALS = (
+    RefusalKind(400, "invalid_http", "what came is no HTTP request"),
     RefusalKind(400, "invalid_json", "the body is no JSON"),
     RefusalKind(400, "invalid_avro", "a batch record is no BatchRequest"),
     RefusalKind(400, "invalid_value", "a field has a value that does not fit"),
@@ -48,6 +49,7 @@ REFUSALS = (
     RefusalKind(404, "stream_not_found", "no such stream, or another tenant's"),
     RefusalKind(404, "response_not_found", "no such response, one that was not stored, or another tenant's"),
     RefusalKind(405, "method_not_allowed", "the path has other methods"),
+    RefusalKind(408, "head_timeout", "the headers did not arrive in time"),
     RefusalKind(408, "body_timeout", "the body did not arrive in time"),
     RefusalKind(409, "idempotency_key_in_use", "the first request with the key cannot be read here"),
     RefusalKind(
@@ -55,11 +57,13 @@ REFUSALS = (
     ),
     RefusalKind(410, "stream_expired", "the log no longer holds the stream"),
     RefusalKind(413, "body_too_large", "the body is larger than this gateway takes"),
+    RefusalKind(415, "unsupported_encoding", "the body is compressed"),
     RefusalKind(422, "idempotency_key_reused", "the Idempotency-Key was used for another body"),
     RefusalKind(429, "concurrency_limit_exceeded", "the tenant runs as many requests as it may"),
     RefusalKind(429, "request_rate_exceeded", "the tenant sends more requests a minute than it may"),
     RefusalKind(429, "token_rate_exceeded", "the tenant uses more tokens a minute than it may"),
     RefusalKind(429, "enqueued_tokens_exceeded", "the tenant has as many batch tokens waiting as it may"),
+    RefusalKind(431, "headers_too_large", "URL and headers are larger, or more, than this gateway takes"),
     RefusalKind(499, "cancelled", "it was cancelled while it waited: told to owners, not to clients"),
     RefusalKind(500, "internal_error", "a fault of ours"),
     RefusalKind(500, "engine_error", "the engine failed at this request"),
@@ -79,6 +83,9 @@ REFUSALS = (
     RefusalKind(503, "queue_full", "more waits than will be served in time"),
     RefusalKind(503, "expired", "the request waited longer than it may"),
     RefusalKind(503, "model_not_served", "this gateway does not serve the stream's model"),
+    RefusalKind(503, "too_many_connections", "more connections are open than this gateway serves"),
+    RefusalKind(503, "too_many_streams", "this gateway answers as many requests as it can"),
+    RefusalKind(503, "too_many_streams_of_key", "it answers as many with this key as one may have"),
     RefusalKind(503, "too_many_replays", "this gateway reads as many streams from the log as it can"),
     RefusalKind(504, "deadline_exceeded", "it did not end in the time a request has"),
     RefusalKind(504, "batch_expired", "it did not end in the time a batch request has"),
