@@ -9,7 +9,8 @@ behind what the client has:
 
 Numbers grow and may skip: a token that completes no character shows nothing and has no event. An end that no
 worker told (`response.failed`) comes behind the last text. `error` ends this reading and not the response: it
-repeats the number of the event before it.
+repeats the number of the event before it. A cancelled response ends with `response.incomplete`, for want
+of an event of its own; its status says what it is.
 
 Source: OpenAI API reference, "Streaming events" of the Responses API.
 """

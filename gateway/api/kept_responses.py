@@ -1,6 +1,7 @@
 """/v1/responses/{id}: a response read again at any gateway, while it runs and while the log is kept."""
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from gateway.actions import Announce
 from gateway.api.logprobs import told_logprobs
 from gateway.api.streams import ask_for_end, model_of
 from gateway.attendance import detach_ms
+from gateway.ends import code_of
 from gateway.event_stream import watch, write_events
 from gateway.exchange import ClientGoneError, Exchange
 from gateway.public_id import NotAnIdError, PublicId
@@ -26,6 +28,8 @@ from schemas.api.response_object import PREFIX, ended_response, failed_response,
 from schemas.api.responses import LOGPROBS
 from schemas.models import LoadedModel
 from schemas.records import Attach, Completion, Detach, Tenant
+
+log = logging.getLogger(__name__)
 
 _READ_S = 30.0
 # A cancel is through in an engine step; who waits longer is told what is so by then.
@@ -121,6 +125,15 @@ async def _stream(
         finally:
             word = Detach(public_id.request_id, owner.slot, owner.epoch, detach)
             serving.outbox.put([Announce(word, partition)])
+            log.info(
+                "a response was read from the log",
+                extra={
+                    "request_id": public_id.request_id.hex(),
+                    "tenant": tenant.name,
+                    "end": code_of(reader.end),
+                    "ms": round(exchange.elapsed_s * 1000, 1),
+                },
+            )
 
 
 @contextmanager
