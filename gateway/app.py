@@ -7,6 +7,7 @@ from starlette.routing import Route, Router
 
 from gateway.api import (
     anthropic_messages,
+    description,
     health,
     kept_responses,
     models,
@@ -22,6 +23,7 @@ from gateway.errors import MODELS_URL, ErrorBoundary
 from gateway.exchange import Exchange, Receive, Scope, Send
 from gateway.http_protocol import EXCESS
 from gateway.in_flight import caller
+from gateway.openapi_operations import OPENAPI_URL
 from gateway.serving import Serving
 from schemas.api.errors import ApiError
 from schemas.api.messages import COUNT_TOKENS_URL
@@ -63,6 +65,7 @@ OPERATIONS = (
     Operation("GET", "/health/live", health.live, limited=False),
     Operation("GET", "/health/ready", health.ready, limited=False),
     Operation("GET", "/metrics", health.metrics, limited=False),
+    Operation("GET", OPENAPI_URL, description.openapi, limited=False),
 )
 
 

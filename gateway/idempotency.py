@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from schemas.api.errors import bad_field
+from schemas.api.errors import ApiError, bad_field
 
 _HEADER = b"idempotency-key"
 _KEY = re.compile(rb"[\x20-\x7e]{1,255}")
@@ -48,7 +48,11 @@ def keyed_body(headers: Mapping[bytes, bytes], path: str, body: bytes) -> KeyedB
         return None
     if not _KEY.fullmatch(key):
         raise bad_field("Idempotency-Key", "1 to 255 printable ASCII characters")
-    said = path.encode() + b"\0" + _canonical(msgspec.json.decode(body))
+    try:
+        meant = _canonical(msgspec.json.decode(body)) if body else b""
+    except (msgspec.MsgspecError, RecursionError) as e:
+        raise ApiError(400, "invalid_json", f"the body is not valid JSON: {e}") from None
+    said = path.encode() + b"\0" + meant
     return KeyedBody(key, hashlib.blake2b(said, digest_size=_BYTES).digest())
 
 
