@@ -22,6 +22,7 @@ COMMIT_S = 1.0
 _START_S = 5.0
 _STOP_S = 5.0
 _AGAIN_S = 1.0
+_LOOK_S = 0.02
 _POLL_MS = 100
 _BATCH_RECORDS = 200  # some ms of decoding: this gateway's own streams wait no longer
 
@@ -51,11 +52,12 @@ class Following:
         self._clock_ms = clock_ms
         self._vacant = vacant
         self._positions: dict[TopicPartition, int] = {}
+        self._consumer: AIOKafkaConsumer | None = None
 
     async def run(self) -> None:
         """For ever: who wants no more of it cancels it."""
         while True:
-            consumer = reply_consumer(self._bootstrap_servers, self.estate.slot)
+            self._consumer = consumer = reply_consumer(self._bootstrap_servers, self.estate.slot)
             try:
                 await self._read(consumer)
             except (TimeoutError, KafkaError) as e:
@@ -67,6 +69,15 @@ class Following:
                 with suppress(TimeoutError, KafkaError):
                     await asyncio.wait_for(consumer.stop(), _STOP_S)
             await asyncio.sleep(_AGAIN_S)
+
+    async def at_end(self) -> None:
+        """Returns when all that lies in the partitions now was given. The caller sets a deadline."""
+        consumer = self._consumer
+        if consumer is None or not self._positions:
+            return  # nothing was taken over yet
+        ends = await consumer.end_offsets(list(self._positions))
+        while any(self._positions[p] < end for p, end in ends.items()):  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
 
     async def _read(self, consumer: AIOKafkaConsumer) -> None:
         partitions = reply_topics(self.estate.slot)

@@ -29,11 +29,12 @@ class Lifecycle:
     `clock` is the log's (ms), as of the last tick.
     """
 
-    def __init__(self, slot: int, epoch: int, cancel_timeout_ms: int) -> None:
+    def __init__(self, slot: int, epoch: int, cancel_timeout_ms: int, kept_ms: int) -> None:
         self.slot = slot
         self.epoch = epoch
         self.clock = 0
         self._cancel_timeout_ms = cancel_timeout_ms
+        self._kept_ms = kept_ms
 
     def owns(self, owned: OwnedRequest) -> bool:
         """False once another's Claim was read: what is left is to show the stream to a client here."""
@@ -149,6 +150,7 @@ class Lifecycle:
     def _on_claimed(self, owned: OwnedRequest, timestamp_ms: int, actions: list[Action]) -> None:
         owned.retrying, owned.failing = None, False
         if self.owns(owned):
+            owned.kept_until = self.clock + self._kept_ms
             self.take_over(owned, timestamp_ms, actions)
         elif owned.reader is not None:
             # Its new owner learns that someone reads here.

@@ -52,17 +52,18 @@ class Owner:
     """Decides; every method returns the actions to take, in order.
 
     `position(partition)`: in a reply partition, what lies before it was given. While `held`, nothing is done
-    that another owner might have reason not to do: see `feel`.
+    that another owner might have reason not to do: see `feel`. `kept_ms`: how long clients of a request that
+    comes back from another owner have to come back as well.
     """
 
-    def __init__(self, slot: int, epoch: int, shards: int, cancel_timeout_ms: int) -> None:
+    def __init__(self, slot: int, epoch: int, shards: int, cancel_timeout_ms: int, kept_ms: int = 0) -> None:
         self.slot = slot
         self.epoch = epoch
         self.open: dict[bytes, OwnedRequest] = {}
         self._shards = shards
         self.held = False
         self.position: Callable[[int], int] = lambda partition: 0
-        self._life = Lifecycle(slot, epoch, cancel_timeout_ms)
+        self._life = Lifecycle(slot, epoch, cancel_timeout_ms, kept_ms)
         self._ticked_at = 0.0
         self._view = FleetView()
         self._ended: dict[bytes, OwnedRequest] = {}

@@ -140,7 +140,8 @@ class Gateway:
                 f"{e!r}. Is it running, and were the topics created?"
             ) from e
         serving.view.watch_as(ROLE, config.slot, epoch)
-        serving.owner = Owner(config.slot, epoch, config.shards, config.cancel_timeout_ms)
+        kept_ms = int(config.succession_s * 1000)
+        serving.owner = Owner(config.slot, epoch, config.shards, config.cancel_timeout_ms, kept_ms)
         serving.owner.position = self._log.reply_offset
         self._succession = Succession(
             config,
@@ -229,6 +230,8 @@ class Gateway:
         try:
             async with asyncio.timeout(_AWAKE_S):
                 await self._log.at_reply_end()
+                if self._succession is not None:
+                    await self._succession.at_end()
             self.serving.owner.held = False
         except (TimeoutError, KafkaError) as e:
             log.warning("the log cannot be read to its end; again", extra={"error": repr(e)})

@@ -21,6 +21,7 @@ from gateway.owner import Owner
 from gateway.replay import Replay
 from gateway.reply_offsets import ReplyOffsets
 from gateway.request_lookup import RequestLookup
+from gateway.slot_watch import SlotWatch
 from schemas import topics
 from schemas.fleet import FleetView
 from schemas.records import Cancellation, Tokens
@@ -28,12 +29,9 @@ from schemas.stream_state import ReplyRecord
 
 log = logging.getLogger(__name__)
 
-ROLE = "gateway"
 _LOOK_S = 0.1
 _COMMIT_TIMEOUT_S = 5.0
 _READ_S = 10.0
-# Who has heard nothing of a slot for this long, while others are heard, knows that it is empty.
-_UNHEARD_MS = 3_000
 
 
 class Succession:
@@ -58,6 +56,7 @@ class Succession:
         self.own = Estate(owner.slot, owner)
         self._config = config
         self._succession_ms = int(config.succession_s * 1000)
+        self._slots = SlotWatch(view, owner.slot, owner.epoch, self._succession_ms)
         self._owner = owner
         self._view = view
         self._scans = scans
@@ -117,13 +116,19 @@ class Succession:
             except (TimeoutError, KafkaError) as e:
                 log.warning("still reading what this slot's last life left", extra={"error": repr(e)})
 
+    async def at_end(self) -> None:
+        """Returns when all that lies in the partitions of other slots that are followed was given.
+
+        The caller sets a deadline. Raises KafkaError.
+        """
+        for following, _ in list(self._followed.values()):
+            await following.at_end()
+
     def _choose(self) -> None:
         wanted = set(self._slots_read_here())
-        live = self._view.live(ROLE)
-        if live and live[0].slot == self._owner.slot:
-            wanted |= {slot for slot in range(self._config.gateway_slots) if self._is_vacant(slot)}
+        wanted |= self._slots.to_see_to(self._config.gateway_slots)
         for slot in wanted - self._followed.keys() - {self._owner.slot}:
-            if slot not in self._seen_to or self._seen_to[slot] != self._view.heard_ms(ROLE, slot):
+            if slot not in self._seen_to or self._seen_to[slot] != self._slots.heard_ms(slot):
                 self._follow(slot)
         for slot, (following, task) in list(self._followed.items()):
             if slot in wanted and not self._is_done(following):
@@ -133,7 +138,7 @@ class Succession:
             task.cancel()
             del self._followed[slot]
             if slot in wanted:
-                self._seen_to[slot] = self._view.heard_ms(ROLE, slot)
+                self._seen_to[slot] = self._slots.heard_ms(slot)
             log.info("a slot is no longer followed", extra={"gateway_slot": slot})
 
     def _is_done(self, following: Following) -> bool:
@@ -151,7 +156,7 @@ class Succession:
             self._outbox,
             self._decode,
             lambda: self._view.clock.now_ms,
-            lambda: self._is_empty(slot),
+            lambda: self._slots.is_empty(slot),
         )
         log.info("following the slot of a lost gateway", extra={"gateway_slot": slot})
         self._followed[slot] = following, asyncio.create_task(following.run())
@@ -160,13 +165,17 @@ class Succession:
         clock_ms = self._view.clock.now_ms
         read_here = {replay.request_id for _, replay in self._replays()}
         estates = [(self.own, True, True)]
-        estates += [(f.estate, self._is_vacant(s), f.caught_up) for s, (f, _) in self._followed.items()]
+        estates += [(f.estate, self._slots.is_vacant(s), f.caught_up) for s, (f, _) in self._followed.items()]
         for estate, everything, caught_up in estates:
             estate.forget(clock_ms)
             if not caught_up:
                 continue  # its end may lie further on
             due = estate.due(
-                self._view, read_here=read_here, everything=everything, lost=self._lost, clock_ms=clock_ms
+                self._view,
+                read_here=read_here,
+                everything=everything,
+                lost=self._slots.lost,
+                clock_ms=clock_ms,
             )
             kept_ms = 0 if everything and estate is not self.own else self._succession_ms
             for found in sorted(due, key=lambda found: found.state.request_at or (0, 0)):
@@ -211,23 +220,5 @@ class Succession:
         for partition, replay in self._replays():
             state, slot = replay.state, topics.shard_of(partition)
             owner_slot = slot if state.owner_slot is None else state.owner_slot
-            if state.owner_epoch is not None and self._lost(owner_slot, state.owner_epoch):
+            if state.owner_epoch is not None and self._slots.lost(owner_slot, state.owner_epoch):
                 yield slot
-
-    def _lost(self, slot: int, epoch: int) -> bool:
-        if slot == self._owner.slot:
-            return epoch < self._owner.epoch
-        return self._view.gone(ROLE, slot, epoch) is not None or (
-            self._view.heard_ms(ROLE, slot) is None and self._empty_ms(slot) >= _UNHEARD_MS
-        )
-
-    def _empty_ms(self, slot: int) -> int:
-        """How long nothing was heard of a slot, as far as this watcher can say."""
-        return self._view.clock.now_ms - max(self._since, self._view.heard_ms(ROLE, slot) or 0)
-
-    def _is_empty(self, slot: int) -> bool:
-        return all(member.slot != slot for member in self._view.live(ROLE))
-
-    def _is_vacant(self, slot: int) -> bool:
-        empty = slot != self._owner.slot and self._is_empty(slot)
-        return empty and self._empty_ms(slot) >= self._succession_ms

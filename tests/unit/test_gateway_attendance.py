@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.actions import Action, Cancel
+from gateway.actions import Action, Announce, Cancel, SendRequest
 from gateway.attendance import detach_ms
 from gateway.metrics import Timing
 from gateway.owned_request import OwnedRequest
@@ -10,7 +10,7 @@ from gateway.owner import Owner
 from gateway.reader import WholeReader
 from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
-from schemas.records import Attach, Cancellation, Completion, Detach, Heartbeat, Left
+from schemas.records import Attach, Cancellation, Claim, Completion, Detach, Heartbeat, Left
 from tests.gateway_factories import EPOCH, SLOT, WORKER_EPOCH, inference_request
 
 RID = bytes(range(16))
@@ -21,7 +21,7 @@ class Desk:
     """An owner with one request, whose client asked for `detach_ms`."""
 
     def __init__(self, detach_ms: int = 0) -> None:
-        self.owner = Owner(SLOT, EPOCH, shards=4, cancel_timeout_ms=30_000)
+        self.owner = Owner(SLOT, EPOCH, shards=4, cancel_timeout_ms=30_000, kept_ms=3_000)
         self.view = FleetView()
         self.view.watch_as("gateway", SLOT, EPOCH)
         self.reader = WholeReader("simulated", Timing(), 0.0)
@@ -148,3 +148,55 @@ def test_a_header_that_is_no_such_duration(text: bytes) -> None:
     with pytest.raises(ApiError) as error:
         detach_ms({b"x-headrace-detach": text}, 600.0)
     assert (error.value.status, error.value.param) == (400, "X-Headrace-Detach")
+
+
+def test_who_may_have_been_thought_dead_gives_nothing_up_before_it_has_read_on() -> None:
+    desk = Desk()
+    desk.pass_ms(100)
+    desk.owner.held = True
+    assert desk.leave() == []
+    assert desk.pass_ms(1_000) == []
+    desk.attach()  # the log says that others read
+    desk.owner.held = False
+    assert desk.pass_ms(1_000) == []
+    desk.detach()
+    assert reasons(desk.pass_ms(100)) == ["disconnected"]
+
+
+def test_a_pause_between_ticks_is_noticed() -> None:
+    owner = Owner(SLOT, EPOCH, shards=4, cancel_timeout_ms=30_000)
+    owner.tick(FleetView(), 0, now=100.0)
+    assert owner.feel(100.5)
+    assert not owner.feel(101.0)
+    owner.tick(FleetView(), 0, now=101.0)
+    assert not owner.feel(101.1)  # until someone has read the log to its end
+
+
+def test_what_another_has_claimed_is_its_own() -> None:
+    desk = Desk()
+    (word,) = desk.owner.on_record(Claim(EPOCH, *OTHER, RID), desk.time)
+    assert isinstance(word, Announce)  # the client here is a reader now
+    assert word.record == Attach(RID, SLOT, EPOCH)
+    assert desk.pass_ms(5_000) == []
+    (word,) = desk.leave()
+    assert isinstance(word, Announce)
+    assert word.record == Detach(RID, SLOT, EPOCH, 0)
+    assert desk.pass_ms(1_000) == []
+    # Its owner dies as well: it comes back.
+    desk.view.on_event(Left("gateway", *OTHER, "stopped"), 91)
+    (claim,) = desk.pass_ms(300)
+    assert isinstance(claim, Announce)
+    assert claim.record == Claim(OTHER[1], SLOT, EPOCH, RID)
+    assert desk.owner.on_record(claim.record, desk.time) == [SendRequest(desk.owned)]
+    assert desk.pass_ms(2_000) == []  # who read there may come back
+    assert reasons(desk.pass_ms(1_100)) == ["disconnected"]
+
+
+@pytest.mark.parametrize(("detach_ms", "read"), [(0, False), (1_000, False), (0, True)])
+def test_a_gateway_that_stops_cancels_only_what_nobody_else_waits_for(detach_ms: int, read: bool) -> None:
+    desk = Desk(detach_ms)
+    if read:
+        desk.attach()
+    assert reasons(desk.owner.part(desk.owned, "shutting_down")) == (
+        [] if detach_ms or read else ["shutting_down"]
+    )
