@@ -12,7 +12,7 @@ from gateway.lifecycle import Lifecycle
 from gateway.owned_request import OwnedRequest
 from gateway.reader import Reader
 from gateway.resend import admission_status
-from gateway.suspicion import excluded_slots
+from gateway.suspicion import excluded_slots, lost_epochs
 from schemas import topics
 from schemas.fleet import FleetView
 from schemas.priority import PriorityClass
@@ -262,6 +262,7 @@ class Owner:
     ) -> None:
         self._life.on_effect(owned, effect, run, attempt, timestamp_ms, actions)
         if effect is Effect.RETRIED:
+            owned.request.lost_epochs = lost_epochs(owned, self._view)
             owned.request.excluded_slots = excluded_slots(owned, self.open.values(), self._view)
         if owned.over and owned.request.request_id in self.open:
             self._forget(owned)

@@ -212,7 +212,11 @@ class Gateway:
     async def _tick(self) -> None:
         serving, config = self.serving, self.config
         while True:
-            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            # A process that says it has left was maybe running something of ours: that waits for no tick.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_INTERVAL_S):
+                    await self._log.fleet_moved.wait()
+            self._log.fleet_moved.clear()
             serving.heard_at = self._log.heard_at
             newest = serving.view.epoch_of(ROLE, config.slot)
             if newest is not None and newest > serving.owner.epoch:

@@ -8,6 +8,11 @@ from schemas.fleet import FleetView
 SUSPECT_LOSSES = 2
 
 
+def lost_epochs(owned: OwnedRequest, view: FleetView) -> list[int]:
+    """The runs that are over, of those that were lost with it: admission may hear of it later than we do."""
+    return [run.epoch for run in owned.state.lost if view.gone("worker", run.slot, run.epoch) is not None]
+
+
 def excluded_slots(owned: OwnedRequest, open_requests: Iterable[OwnedRequest], view: FleetView) -> list[int]:
     """Where the next attempt of `owned` must not run: with another suspect, once two runs were lost under it.
 

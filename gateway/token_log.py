@@ -95,6 +95,7 @@ class TokenLog:
         self._codec = default_codec()
         self._learned = asyncio.Event()
         self._control_moved = asyncio.Event()
+        self.fleet_moved = asyncio.Event()
         self._looking = asyncio.Lock()
         self._looked_at = -1.0
         self.heard_at = 0.0
@@ -233,6 +234,7 @@ class TokenLog:
         event = self._try_decode(message)
         if isinstance(event, Join | Drain | Left):
             self._view.on_event(event, message.offset)
+            self.fleet_moved.set()
 
     async def _poll(self, consumer: AIOKafkaConsumer) -> Iterable[list[ConsumerRecord]]:
         try:

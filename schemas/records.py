@@ -38,6 +38,7 @@ class InferenceRequest:
     end_ms: int
     start_ms: int | None = None
     excluded_slots: list[int] = field(default_factory=list)
+    lost_epochs: list[int] = field(default_factory=list)
     detach_ms: int = 0
     idempotency: Idempotency | None = None
 

@@ -8,9 +8,15 @@ from typing import Any
 
 import uvloop
 
-from infra.benchmarks import engine, gateway, http, overhead
+from infra.benchmarks import engine, failover, gateway, http, overhead
 
-_BENCHMARKS: dict[str, Any] = {"overhead": overhead, "http": http, "engine": engine, "gateway": gateway}
+_BENCHMARKS: dict[str, Any] = {
+    "overhead": overhead,
+    "http": http,
+    "engine": engine,
+    "gateway": gateway,
+    "failover": failover,
+}
 
 
 def main() -> int:

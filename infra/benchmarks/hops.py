@@ -1,6 +1,7 @@
-"""When each request of a benchmark reached each topic, from the broker's own timestamps (1 ms)."""
+"""What a benchmark left on the log, and when each request reached each topic, by broker time (1 ms)."""
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -25,14 +26,14 @@ class Hops:
 
 
 class LogReader:
-    """Reads what a benchmark left on the three topics of a request's way, from where it began."""
+    """Reads what a benchmark left on some topics, from where it began: those of a request's way."""
 
-    def __init__(self, kafka: str, layout: Layout) -> None:
+    def __init__(self, kafka: str, layout: Layout, names: Collection[str] = _TOPICS) -> None:
         self._kafka = kafka
         self._partitions = [
             TopicPartition(spec.name, number)
             for spec in topics.topic_specs(layout)
-            if spec.name in _TOPICS
+            if spec.name in names
             for number in range(spec.partitions)
         ]
         self._begin: dict[TopicPartition, int] = {}
@@ -48,6 +49,13 @@ class LogReader:
     async def hops(self) -> dict[str, Hops]:
         """By request id (hex), for all requests since `mark`. Raises TimeoutError."""
         found: dict[str, Hops] = {}
+        for record, timestamp in await self.read():
+            _note(found, record, timestamp)
+        return found
+
+    async def read(self) -> list[tuple[object, int]]:
+        """All records since `mark` with their broker times, in order by partition. Raises TimeoutError."""
+        found: list[tuple[object, int]] = []
         consumer = await self._consumer()
         try:
             async with asyncio.timeout(_TIMEOUT_S):
@@ -59,8 +67,7 @@ class LogReader:
                 position = {p: self._begin[p] for p in wanted}
                 while any(position[p] < end[p] for p in wanted):
                     for partition, records in (await consumer.getmany(timeout_ms=500)).items():
-                        for record in records:
-                            _note(found, decode(record.value), record.timestamp)
+                        found += [(decode(record.value), record.timestamp) for record in records]
                         position[partition] = records[-1].offset + 1
         finally:
             await consumer.stop()

@@ -178,7 +178,9 @@ class Router:
         best_load = 0.0
         blocked = Blocked.NO_WORKER
         for worker in self._by_model.get(request.model, ()):
-            if worker.slot in request.excluded_slots or not worker.fits(request):
+            if worker.slot in request.excluded_slots or worker.epoch in request.lost_epochs:
+                continue
+            if not worker.fits(request):
                 continue
             blocked = Blocked.NO_ROOM
             if worker.num_seqs >= worker.status.max_num_seqs:

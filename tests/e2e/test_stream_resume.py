@@ -1,9 +1,6 @@
 """A stream that its client comes back to, over the whole stack with two gateways."""
 
 import json
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -105,58 +102,3 @@ def test_a_deleted_stream_frees_its_blocks_and_costs_what_was_generated(make_sta
     assert position <= last_id < TOKENS - 1
     rows = "SELECT output_tokens, finish_reason FROM usage_final"
     eventually(lambda: running.sql(rows) == [[str(last_id + 1), "cancelled"]])
-
-
-def test_clients_of_a_killed_gateway_lose_and_double_nothing(make_stack: MakeStack) -> None:
-    running = make_stack(gateways=2, step_ms=25.0)
-    count = 12
-    with ThreadPoolExecutor(count) as pool:
-        seen = list(pool.map(lambda _: Interrupted(running), range(count)))
-        for stream in seen:
-            stream.started.wait(30)
-        time.sleep(1.0)
-        running.stack.kill("gateway-0")
-        for stream in seen:
-            stream.thread.join(30)
-            assert 0 < len(stream.text) < TOKENS
-            assert stream.broken
-
-        def come_back(stream: Interrupted) -> list[tuple[int, dict[str, Any]]]:
-            with at(running, "gateway-1") as client:
-                behind = {"Last-Event-ID": str(stream.position)}
-                return events(client.get(f"/v1/streams/{stream.id}", headers=behind))
-
-        rest = list(pool.map(come_back, seen))
-    with at(running, "gateway-1") as client:
-        for stream, found in zip(seen, rest, strict=True):
-            undisturbed = text_of(events(client.get(f"/v1/streams/{stream.id}")))
-            assert stream.text + text_of(found) == undisturbed
-            assert found[-1][1]["usage"]["output_tokens"] == TOKENS
-    rows = "SELECT count(), sum(output_tokens) FROM usage_final"
-    eventually(lambda: running.sql(rows) == [[str(count), str(count * TOKENS)]])
-
-
-class Interrupted:
-    """A client that reads until its connection breaks."""
-
-    def __init__(self, running: RunningStack) -> None:
-        self.id, self.text, self.position, self.broken = "", "", -1, False
-        self.started = threading.Event()
-        self.thread = threading.Thread(target=self._read, args=(running,))
-        self.thread.start()
-
-    def _read(self, running: RunningStack) -> None:
-        body = {"model": running.model, **BODY}
-        with at(running, "gateway-0") as client, client.stream("POST", "/v1/generate", json=body) as answer:
-            self.id = answer.headers["x-headrace-stream"]
-            position = -1
-            try:
-                for line in answer.iter_lines():
-                    if line.startswith("id: "):
-                        position = int(line.removeprefix("id: "))
-                    elif line.startswith("data: "):
-                        self.text += json.loads(line.removeprefix("data: "))["text"]
-                        self.position = position
-                        self.started.set()
-            except httpx.TransportError:
-                self.broken = True

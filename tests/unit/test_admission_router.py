@@ -43,6 +43,8 @@ def test_takes_no_worker_of_another_model_draining_failed_or_excluded() -> None:
     )
     assert chosen(router) == 4
     assert chosen(router, excluded_slots=[4]) is Blocked.NO_WORKER
+    assert chosen(router, lost_epochs=[9, 10]) is Blocked.NO_WORKER  # its owner knows that this run is over
+    assert chosen(router, lost_epochs=[9]) == 4
     assert chosen(router, model="third") is Blocked.NO_WORKER
 
 

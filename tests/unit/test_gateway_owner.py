@@ -161,6 +161,7 @@ def test_a_lost_worker_is_followed_by_another_attempt_once_that_is_read_back(why
     assert sent == SendRequest(desk.owned)
     request = desk.owned.request
     assert (request.attempt, bytes(request.output_token_ids)) == (2, b"ab")
+    assert request.lost_epochs == [WORKER_EPOCH]
     assert not desk.answered
     # The lost run wakes up: what it says is not counted, and it is stopped.
     (stray,) = desk.tokens(2, b"zz")
