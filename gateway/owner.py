@@ -241,6 +241,8 @@ class Owner:
             self._ended.pop(self._ended_order.popleft()[1], None)
         actions: list[Action] = []
         self._ticked_at = now
+        if not self.open:
+            return actions
         admission = admission_status(view)
         for owned in list(self.open.values()):
             if owned.reader is not None:

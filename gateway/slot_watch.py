@@ -45,7 +45,8 @@ class SlotWatch:
 
     def to_see_to(self, num_slots: int) -> set[int]:
         """The vacant slots, if they fall to this gateway: it is the lowest that lives."""
-        live = self._view.live(ROLE)
-        if not live or live[0].slot != self._slot:
+        live = [member.slot for member in self._view.live(ROLE)]
+        if not live or live[0] != self._slot:
             return set()
-        return {slot for slot in range(num_slots) if self.is_vacant(slot)}
+        empty = set(range(num_slots)).difference(live)
+        return {slot for slot in empty if self.empty_ms(slot) >= self._succession_ms}

@@ -74,11 +74,16 @@ class Succession:
 
     def on_own_record(self, record: object, message: ConsumerRecord) -> None:
         """Any record of this slot's reply partitions, after the owner was given it."""
+        # Nearly all are tokens of our own: those are looked at no further.
+        if type(record) is Tokens and all(chunk.request_id in self._owner.open for chunk in record.chunks):
+            return
         if isinstance(record, Tokens | ReplyRecord | Cancellation):
             clock_ms = self._view.clock.now_ms
-            self._outbox.put(
-                self.own.on_record(record, message.partition, message.offset, message.timestamp, clock_ms)
+            actions = self.own.on_record(
+                record, message.partition, message.offset, message.timestamp, clock_ms
             )
+            if actions:
+                self._outbox.put(actions)
 
     @property
     def own_settled(self) -> bool:

@@ -119,6 +119,20 @@ def test_streams_outlive_their_worker(make_stack: MakeStack) -> None:
     eventually(lambda: running.sql("SELECT output_tokens, input_tokens FROM usage_final") == [["5000", "3"]])
 
 
+def test_a_drained_worker_ends_what_it_can_and_hands_on_the_rest(make_stack: MakeStack) -> None:
+    running = make_stack()
+    with ThreadPoolExecutor(2) as pool:
+        lengths = (500, 5_000)  # at 2 ms a step, one ends within the 8 s of a drain
+        streams = [pool.submit(stream, running, prompt="hi", max_tokens=n) for n in lengths]
+        eventually(lambda: running.metric("worker-0", "vllm:num_requests_running") == 2)
+        running.call(running.stack.restart("worker-0"))
+        for length, found in zip(lengths, (future.result() for future in streams), strict=True):
+            assert found[-1]["type"] == "done", found[-1]
+            assert found[-1]["usage"]["output_tokens"] == len(text_of(found)) == length
+    rows = "SELECT output_tokens, input_tokens, attempt FROM usage_final ORDER BY output_tokens"
+    eventually(lambda: running.sql(rows) == [["500", "3", "1"], ["5000", "3", "2"]])
+
+
 def test_a_restarted_stack_keeps_tenants_and_the_bill(make_stack: MakeStack) -> None:
     running = make_stack()
     for _ in range(3):
