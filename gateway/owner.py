@@ -102,6 +102,8 @@ class Owner:
         self.open[state.request_id] = owned
         actions: list[Action] = []
         self._life.take_over(owned, timestamp_ms, actions)
+        owned.request.lost_epochs = lost_epochs(owned, self._view)
+        owned.request.excluded_slots = excluded_slots(owned, self.open.values(), self._view)
         if owned.over:
             self._forget(owned)
         return actions

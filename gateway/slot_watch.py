@@ -23,7 +23,8 @@ class SlotWatch:
             return epoch < self._epoch
         if self._view.gone(ROLE, slot, epoch) is not None:
             return True
-        never_heard = self._view.epoch_of(ROLE, slot) is None
+        heard = self._view.epoch_of(ROLE, slot)
+        never_heard = heard is None or heard < epoch
         return never_heard and self._view.may_judge and self.empty_ms(slot) >= _UNHEARD_MS
 
     def heard_ms(self, slot: int) -> int | None:
