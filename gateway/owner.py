@@ -65,6 +65,7 @@ class Owner:
         self.position: Callable[[int], int] = lambda partition: 0
         self._life = Lifecycle(slot, epoch, cancel_timeout_ms, kept_ms)
         self._ticked_at = 0.0
+        self._deferred: list[tuple[OwnedRequest, list[Action]]] = []
         self._view = FleetView()
         self._ended: dict[bytes, OwnedRequest] = {}
         self._ended_order: deque[tuple[int, bytes]] = deque()
@@ -243,6 +244,10 @@ class Owner:
             self._ended.pop(self._ended_order.popleft()[1], None)
         actions: list[Action] = []
         self._ticked_at = now
+        if self._deferred and not self.held:
+            for owned, deferred in self._deferred:
+                actions += [a for a in deferred if self._life.owns(owned) or isinstance(a, Announce)]
+            self._deferred.clear()
         if not self.open:
             return actions
         admission = admission_status(view)
@@ -264,6 +269,10 @@ class Owner:
         timestamp_ms: int,
         actions: list[Action],
     ) -> None:
+        if self.held:
+            # What comes further on in the log may be that another owns it.
+            actions = []
+            self._deferred.append((owned, actions))
         self._life.on_effect(owned, effect, run, attempt, timestamp_ms, actions)
         if effect is Effect.RETRIED:
             owned.request.lost_epochs = lost_epochs(owned, self._view)
