@@ -8,7 +8,7 @@ from typing import Any
 
 import uvloop
 
-from infra.benchmarks import engine, failover, gateway, http, overhead
+from infra.benchmarks import engine, failover, gateway, http, idle_streams, overhead
 
 _BENCHMARKS: dict[str, Any] = {
     "overhead": overhead,
@@ -16,6 +16,7 @@ _BENCHMARKS: dict[str, Any] = {
     "engine": engine,
     "gateway": gateway,
     "failover": failover,
+    "idle_streams": idle_streams,
 }
 
 
