@@ -141,6 +141,7 @@ class Admission:
             self.predictor.observe(usage.tenant, usage.model, usage.output_tokens)
         if usage.slot is None or usage.epoch is None:
             return []
+        self.router.billed(usage.slot, usage.epoch, usage.request_id)
         if not self._memory.ended(usage.request_id, usage.attempt, usage.slot, usage.epoch):
             return []
         self.router.ended(usage.slot, usage.epoch, used)

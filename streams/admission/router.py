@@ -16,6 +16,9 @@ from schemas.records import Heartbeat, InferenceRequest, WorkerStatus
 
 # Queued prompt tokens that weigh as much as a full KV pool or a full batch: a few steps of prefill.
 PREFILL_SCALE = 2048
+# More than any load: with another suspect only where there is no other room.
+_APART = 1e6
+_SUSPECT_ATTEMPT = 3
 _UNFIT = frozenset({CanaryStatus.FAILED, CanaryStatus.ENGINE_STALLED})
 
 
@@ -42,7 +45,7 @@ def _empty_mailboxes() -> tuple[deque[InFlight], ...]:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One run as the router sees it."""
+    """One run as the router sees it. `suspects` are requests there that runs were lost under before."""
 
     slot: int
     epoch: int
@@ -55,6 +58,7 @@ class Worker:
     in_flight_prefill: int = 0
     ended_seqs: int = 0
     ended_blocks: int = 0
+    suspects: set[bytes] = field(default_factory=set)
 
     @property
     def takes_requests(self) -> bool:
@@ -137,6 +141,12 @@ class Worker:
         self.in_flight_prefill -= entry.prefill_tokens
 
 
+def is_suspect(request: InferenceRequest) -> bool:
+    """Two runs did not end it. It may be what they died of: it is kept apart from another such request, which
+    its owner asks for too as far as it knows of them (`excluded_slots`)."""
+    return request.attempt >= _SUSPECT_ATTEMPT
+
+
 class Router:
     """The live workers by model."""
 
@@ -188,6 +198,8 @@ class Router:
             if worker.blocks_for(request, expected_output_tokens) > worker.free_blocks:
                 continue
             load = worker.load
+            if is_suspect(request) and worker.suspects - {request.request_id}:
+                load += _APART
             if best is None or load < best_load:
                 best, best_load = worker, load
         return blocked if best is None else best
@@ -200,6 +212,8 @@ class Router:
             prefill_tokens=len(request.prompt_token_ids) + len(request.output_token_ids),
         )
         worker.add(entry)
+        if is_suspect(request):
+            worker.suspects.add(request.request_id)
         return entry
 
     def acked(self, worker: Worker, entry: InFlight, offset: int) -> None:
@@ -207,6 +221,12 @@ class Router:
         entry.offset = offset
         if worker.counts(entry.priority, offset):
             worker.remove(entry)
+
+    def billed(self, slot: int, epoch: int, request_id: bytes) -> None:
+        """A usage row: the request does no harm to that run any more."""
+        worker = self._workers.get(slot)
+        if worker is not None and worker.epoch == epoch:
+            worker.suspects.discard(request_id)
 
     def ended(self, slot: int, epoch: int, tokens: int) -> None:
         """A request of `tokens` (prompt and output) that this router dispatched has ended at that run."""

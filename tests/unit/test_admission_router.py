@@ -1,7 +1,7 @@
 from typing import Any
 
 from schemas.fleet import FleetView, Member
-from schemas.records import Drain, Heartbeat, Join, Left
+from schemas.records import Drain, Heartbeat, InferenceRequest, Join, Left
 from streams.admission.router import Blocked, Router, Worker
 from tests.admission_harness import MODEL, make_request, make_status
 
@@ -123,6 +123,30 @@ def test_what_ended_makes_room_before_the_next_heartbeat() -> None:
     assert worker.free_blocks == 1_000
     router.update([member(**full)])
     assert chosen(router) is Blocked.NO_ROOM
+
+
+def test_requests_that_runs_were_lost_under_are_kept_apart_while_there_is_room() -> None:
+    router = Router()
+    members = [member(0), member(1, queued_prefill_tokens=1_600)]  # the first has less to do
+    router.update(members)
+    first, second = make_request(attempt=3), make_request(attempt=3)
+
+    def where(request: InferenceRequest) -> int:
+        found = router.choose(request, 16)
+        assert isinstance(found, Worker)
+        return found.slot
+
+    assert where(first) == where(second) == 0
+    worker = router.choose(first, 16)
+    assert isinstance(worker, Worker)
+    router.dispatch(worker, first, 16)
+    assert where(second) == 1
+    assert where(first) == where(make_request(attempt=2)) == 0
+    router.update(members[:1])
+    assert where(second) == 0  # there is no other
+    router.update(members)
+    router.billed(0, 10, first.request_id)
+    assert where(second) == 0
 
 
 def test_a_new_epoch_starts_without_what_was_in_flight() -> None:
