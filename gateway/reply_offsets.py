@@ -55,7 +55,10 @@ class ReplyOffsets:
         self._consumer = reply_consumer(bootstrap_servers, slot)
 
     async def start(self) -> dict[TopicPartition, int]:
-        """What the slot's last life, or who followed it, has committed: see `committed`."""
+        """What the slot's last life, or who followed it, has committed: see `committed`.
+
+        Raises KafkaError; the caller sets a deadline.
+        """
         await self._consumer.start()
         places = await committed(self._consumer, self.partitions)
         # A commit is for assigned partitions only. With nothing awaited in between: nothing is to be fetched.
@@ -63,6 +66,8 @@ class ReplyOffsets:
         self._consumer.pause(*self.partitions)
         for partition, offset in places.items():
             self._consumer.seek(partition, offset)
+        # From here on a successor knows where to begin, if this life ends before its first commit.
+        await self._consumer.commit(places)
         return places
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:

@@ -7,6 +7,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator
 
 from aiokafka import ConsumerRecord, TopicPartition
@@ -98,10 +99,12 @@ class Succession:
             # What the last life left open may have ended further on.
             await self._until_own_end()
             while True:
-                if loop.time() >= commit_at:
+                # One that was stopped may commit past what its slot's next life has open.
+                awake = self._owner.feel(time.monotonic())
+                if awake and loop.time() >= commit_at:
                     commit_at = loop.time() + COMMIT_S
                     await self.commit()
-                if self._view.may_judge and not (self._owner.held or self.draining):
+                if awake and self._view.may_judge and not self.draining:
                     self._choose()
                     await self._take_over()
                 await asyncio.sleep(_LOOK_S)
