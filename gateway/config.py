@@ -6,6 +6,7 @@ from schemas.config import CommonConfig, setting
 
 _POSITIVE = (
     "max_body_bytes",
+    "max_bodies_bytes",
     "max_header_bytes",
     "max_headers",
     "header_timeout_s",
@@ -34,6 +35,7 @@ class GatewayConfig(CommonConfig):
 
     max_body_bytes: int = setting(8 << 20, doc="Largest request body; above it: 413.")
     body_timeout_s: float = setting(30.0, doc="Seconds a client may take to send its body; then 408.")
+    max_bodies_bytes: int = setting(1 << 30, doc="Bytes of all bodies being read; above it: 503.")
     max_header_bytes: int = setting(65_536, doc="Largest URL with all headers; above it: 431.")
     max_headers: int = setting(128, doc="Most header lines of a request; above it: 431.")
     header_timeout_s: float = setting(

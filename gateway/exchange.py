@@ -76,8 +76,9 @@ class Exchange:
         """Monotonic seconds."""
         return self._started_at
 
-    async def read_body(self, limit: int, timeout_s: float) -> bytes:
-        """The whole body. Raises ApiError 413 above `limit` bytes, 408 when it is late, ClientGoneError."""
+    async def read_body(self, limit: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
+        """The whole body. Raises ApiError 413 above `limit` bytes, 408 when it is late, ClientGoneError, and
+        what `take` raises, which is told the size of each piece."""
         too_large = ApiError(413, "body_too_large", f"the body is larger than {limit} bytes")
         declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared[:20]) > limit:
@@ -95,6 +96,7 @@ class Exchange:
                     size += len(part)
                     if size > limit:
                         raise too_large
+                    take(len(part))
                     parts.append(part)
                     if not message.get("more_body", False):
                         return b"".join(parts)

@@ -1,6 +1,6 @@
-"""How many requests this gateway answers at a time, in all and for each key."""
+"""How many requests this gateway answers at a time, in all and for each key, and how much they may send."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 
@@ -37,6 +37,31 @@ class InFlight:
             by_key[key] -= 1
             if not by_key[key]:
                 del by_key[key]
+
+
+class BodyBudget:
+    """How many bytes of bodies are in memory at a time, those being read and those being looked at."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.held = 0
+
+    @contextmanager
+    def one(self) -> Iterator[Callable[[int], None]]:
+        """Gives what is to be told of each piece, and raises ApiError 503 where there is no room for it."""
+        own = 0
+
+        def take(count: int) -> None:
+            nonlocal own
+            if self.held + count > self._most:
+                raise _too_many("too_many_bodies", "the bodies that are being read leave no room for more")
+            own += count
+            self.held += count
+
+        try:
+            yield take
+        finally:
+            self.held -= own
 
 
 def caller(headers: Mapping[bytes, bytes], query_string: bytes) -> bytes:

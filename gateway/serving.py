@@ -12,7 +12,7 @@ from gateway.auth import TenantBook, presented_key
 from gateway.config import GatewayConfig
 from gateway.ends import DISCONNECTED, code_of
 from gateway.idempotency import Joined
-from gateway.in_flight import InFlight
+from gateway.in_flight import BodyBudget, InFlight
 from gateway.log_scans import LogScans
 from gateway.metrics import Metrics
 from gateway.outbox import Outbox
@@ -54,6 +54,7 @@ class Serving:
         self.reply_offset: Callable[[int], int] = lambda partition: 0
         self.metrics = Metrics()
         self.in_flight = InFlight(config.max_streams, config.max_streams_per_key)
+        self.bodies = BodyBudget(config.max_bodies_bytes)
         self.tenants = TenantBook()
         self.view = FleetView()
         self.models: Mapping[str, LoadedModel] = {}

@@ -29,11 +29,12 @@ async def read(serving: Serving, exchange: Exchange, parse: Callable[[bytes], T]
             f"Content-Encoding: {encoding[:40].decode('latin-1')!r} is not taken; send the JSON as it is"
         )
         raise ApiError(415, "unsupported_encoding", message, "Content-Encoding")
-    body = await exchange.read_body(config.max_body_bytes, config.body_timeout_s)
-    if len(body) <= config.inline_body_bytes:
-        parsed = parse(body)
-    else:
-        loop = asyncio.get_running_loop()
-        parsed = await loop.run_in_executor(serving.tokenizing, parse, body)
-    exchange.keyed = keyed_body(exchange.headers, exchange.scope["path"], body)
+    with serving.bodies.one() as take:
+        body = await exchange.read_body(config.max_body_bytes, config.body_timeout_s, take)
+        if len(body) <= config.inline_body_bytes:
+            parsed = parse(body)
+        else:
+            loop = asyncio.get_running_loop()
+            parsed = await loop.run_in_executor(serving.tokenizing, parse, body)
+        exchange.keyed = keyed_body(exchange.headers, exchange.scope["path"], body)
     return tenant, parsed

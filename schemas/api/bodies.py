@@ -36,7 +36,7 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Fields that can only be null are in the answers, which clients send back as they are."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Meta(max_length=fields.MAX_PARTS)] | None = None
     name: str | None = None
     refusal: None = None
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
@@ -97,7 +97,7 @@ class ChatCompletionBody(Struct, forbid_unknown_fields=True):
     ignore_eos: bool = False
     stop_token_ids: fields.StopIds | None = None
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: fields.Metadata | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -111,7 +111,7 @@ class ChatCompletionBody(Struct, forbid_unknown_fields=True):
     store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
     reasoning_effort: Literal["none"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

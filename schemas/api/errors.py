@@ -24,6 +24,7 @@ TYPES = {
     503: ("overloaded_error", "overloaded_error"),
     504: ("timeout_error", "timeout_error"),
 }
+_MAX_MESSAGE, _MAX_PARAM = 2_000, 200
 _OTHER = ("server_error", "api_error")
 
 
@@ -36,6 +37,12 @@ class ApiError(Exception):
     message: str
     param: str | None = None
     retry_after_ms: int | None = None
+
+    def __post_init__(self) -> None:
+        # It may quote what was sent, which may be megabytes.
+        self.message = _cut(self.message, _MAX_MESSAGE)
+        if self.param is not None:
+            self.param = _cut(self.param, _MAX_PARAM)
 
     @property
     def type(self) -> str:
@@ -63,6 +70,10 @@ class ApiError(Exception):
     def retry_after_s(self) -> int | None:
         """The Retry-After header: whole seconds, at least one; None where there is none to give."""
         return None if self.retry_after_ms is None else max(1, -(-self.retry_after_ms // 1000))
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def bad_field(param: str, message: str) -> ApiError:

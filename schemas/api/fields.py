@@ -7,6 +7,8 @@ from msgspec import Meta
 from schemas.sampling import MAX_LOGIT_BIASES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 MAX_MESSAGES = 2048
+# Of one message, or of a system prompt.
+MAX_PARTS = 2048
 Positive = Annotated[int, Meta(ge=1)]
 TokenId = Annotated[int, Meta(ge=0)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -23,4 +25,7 @@ StopStrings = Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 Stop = StopString | StopStrings
 OpenAIStop = StopString | Annotated[list[StopString], Meta(max_length=4)]
 StopIds = Annotated[list[TokenId], Meta(max_length=64)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
 LogitBiases = Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIASES)]

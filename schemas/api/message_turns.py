@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from schemas.api import fields
 from schemas.api.conversation import called_function
 from schemas.api.errors import bad_field
 from schemas.api.prompts import check_unicode
@@ -34,14 +35,16 @@ class ToolUseBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="to
 
 class ToolResultBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | Annotated[list[TextBlock], Meta(max_length=fields.MAX_PARTS)] | None = None
     is_error: bool = False
     cache_control: CacheControl | None = None
 
 
 class Turn(Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant"]
-    content: str | list[TextBlock | ToolUseBlock | ToolResultBlock]
+    content: (
+        str | Annotated[list[TextBlock | ToolUseBlock | ToolResultBlock], Meta(max_length=fields.MAX_PARTS)]
+    )
 
 
 class ToolDefinition(Struct, forbid_unknown_fields=True):

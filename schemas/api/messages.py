@@ -52,7 +52,7 @@ class CountTokensBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: str
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=fields.MAX_MESSAGES)]
-    system: str | list[TextBlock] | None = None
+    system: str | Annotated[list[TextBlock], Meta(max_length=fields.MAX_PARTS)] | None = None
     cache_control: CacheControl | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -86,6 +86,7 @@ REFUSALS = (
     RefusalKind(503, "too_many_connections", "more connections are open than this gateway serves"),
     RefusalKind(503, "too_many_streams", "this gateway answers as many requests as it can"),
     RefusalKind(503, "too_many_streams_of_key", "it answers as many with this key as one may have"),
+    RefusalKind(503, "too_many_bodies", "the bodies that are being read fill the memory they may"),
     RefusalKind(503, "too_many_replays", "this gateway reads as many streams from the log as it can"),
     RefusalKind(504, "deadline_exceeded", "it did not end in the time a request has"),
     RefusalKind(504, "batch_expired", "it did not end in the time a batch request has"),

@@ -35,7 +35,7 @@ class InputMessage(Struct, forbid_unknown_fields=True):
     """`id`, `status`: of an earlier answer that is sent back."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | OutputText]
+    content: str | Annotated[list[InputText | OutputText], Meta(max_length=fields.MAX_PARTS)]
     type: Literal["message"] = "message"
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -78,9 +78,6 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] | None = None
 
 
-Metadata = Annotated[
-    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
-]
 Input = Annotated[list[InputMessage], Meta(min_length=1, max_length=fields.MAX_MESSAGES)]
 
 
@@ -97,13 +94,13 @@ class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
     temperature: fields.Temperature | None = None
     top_p: fields.TopP | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Annotated[list[Literal["message.output_text.logprobs"]], Meta(max_length=8)] | None = None
     text: TextConfig | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     background: bool | None = None
     store: bool | None = None
-    metadata: Metadata | None = None
+    metadata: fields.Metadata | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -1,9 +1,9 @@
 """POST /tokenize and /detokenize, as vLLM has them."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from schemas.api.bodies import Messages
 from schemas.api.conversation import chat_ids
@@ -13,6 +13,7 @@ from schemas.models import LoadedModel
 
 TOKENIZE_URL = "/tokenize"
 DETOKENIZE_URL = "/detokenize"
+_MAX_TOKENS = 1_000_000
 
 
 class TokenizeBody(Struct, forbid_unknown_fields=True):
@@ -26,7 +27,7 @@ class TokenizeBody(Struct, forbid_unknown_fields=True):
 
 class DetokenizeBody(Struct, forbid_unknown_fields=True):
     model: str
-    tokens: list[int]
+    tokens: Annotated[list[int], Meta(max_length=_MAX_TOKENS)]
 
 
 def tokenize(body: TokenizeBody, models: Mapping[str, LoadedModel]) -> dict[str, Any]:

@@ -2,7 +2,7 @@ import contextlib
 
 import pytest
 
-from gateway.in_flight import InFlight, caller
+from gateway.in_flight import BodyBudget, InFlight, caller
 from schemas.api.errors import ApiError
 
 
@@ -46,3 +46,17 @@ def test_who_calls_is_told_by_the_key_or_by_the_token_in_the_url() -> None:
     ]
     assert len(set(keys)) == len(keys)
     assert caller({b"x-api-key": b"a"}, b"token=x") == keys[2]
+
+
+def test_bodies_share_a_budget_and_give_back_what_they_took() -> None:
+    budget = BodyBudget(10)
+    with budget.one() as take:
+        take(6)
+        with budget.one() as other:
+            other(3)
+            with pytest.raises(ApiError) as refusal:
+                other(2)
+        assert (refusal.value.status, refusal.value.code) == (503, "too_many_bodies")
+        assert budget.held == 6
+        take(4)
+    assert budget.held == 0
