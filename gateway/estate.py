@@ -26,8 +26,9 @@ class Found:
     """A request of another owner. `first_offset`: nothing about it lies before. `*_clock`: log clock, ms.
 
     `request` is None until it was read back from inference.requests. `settled`: there is nothing to do for
-    who would take it over; `given_up`: its owner says no Retry. `stopped` are the words of clients that asked
-    for the end. `kept_ms`: how long its clients have to come back once it is claimed.
+    who would take it over; `given_up`: its owner says no Retry. `stopped` are the words of those that asked
+    for the end. `is_read`: some gateway that lives shows it to a client. `kept_ms`: how long its clients have
+    to come back once it is claimed.
     """
 
     state: StreamState
@@ -41,6 +42,15 @@ class Found:
     claim_clock: int | None = None
     kept_ms: int = 0
     given_up: bool = False
+    is_read: bool = False
+
+    def is_waited_for(self, clock_ms: int) -> bool:
+        """Another attempt is of use to somebody, or may be, while `request` is not known."""
+        if self.stopped:
+            return False
+        if self.is_read or self.request is None:
+            return True
+        return clock_ms - self.seen_clock < max(self.request.detach_ms, self.state.detach_ms)
 
     @property
     def is_open(self) -> bool:
@@ -48,11 +58,17 @@ class Found:
         state = self.state
         if self.settled or state.request_at is None:
             return False
-        return state.end is None or self.may_go_on or sealed_by_owner(state)
+        waived = any(word.waived for word in self.stopped)
+        return state.end is None or self.may_go_on or sealed_by_owner(state) or waived
 
     @property
     def is_over(self) -> bool:
         return self.state.end is not None and not self.may_go_on
+
+    def stopped_for(self, tenant: str) -> Cancellation | None:
+        """The word of its own tenant that asked for the end; one that waives it goes first."""
+        words = [word for word in self.stopped if word.tenant == tenant]
+        return next((word for word in words if word.waived), words[0] if words else None)
 
     @property
     def may_go_on(self) -> bool:
@@ -103,13 +119,14 @@ class Estate:
             return []  # by an earlier reading of this partition; claimed once more
         del self.found[request.request_id]
         owned = self._owner.owned(request, found.state, found.first_offset)
-        stopped = next((word.reason for word in found.stopped if word.tenant == request.tenant), None)
-        return self._owner.adopt(owned, timestamp_ms, found.kept_ms, stopped)
+        return self._owner.adopt(owned, timestamp_ms, found.kept_ms, found.stopped_for(request.tenant))
 
     def due(
         self, view: FleetView, *, read_here: Container[bytes], everything: bool, lost: IsLost, clock_ms: int
     ) -> list[Found]:
         """What is to be taken over now: its owner is lost, and it is read here, or `everything` is."""
+        for found in self:
+            found.is_read = any(view.gone("gateway", *reader) is None for reader in found.state.readers)
         return [
             found
             for request_id, found in self.found.items()
@@ -117,7 +134,7 @@ class Estate:
             and (everything or request_id in read_here)
             and (found.claim_clock is None or clock_ms - found.claim_clock >= _CLAIM_AGAIN_MS)
             and self._owner_is_lost(found, lost)
-            and (not found.may_go_on or self._is_read(found, view))
+            and (not found.may_go_on or found.is_waited_for(clock_ms))
         ]
 
     def take(
@@ -131,9 +148,14 @@ class Estate:
         found.request, found.kept_ms = request, kept_ms
         if found.is_over:
             found.settled = True
-            bill = self._owner.owned(request, state, found.first_offset).final_bill(found.ended_at)
+            owned = self._owner.owned(request, state, found.first_offset)
+            stopped = found.stopped_for(request.tenant)
+            owned.waived = stopped is not None and stopped.waived
+            bill = owned.final_bill(found.ended_at)
             return [] if bill is None else [bill]
         if not found.is_open or state.owner_epoch is None:
+            return []
+        if found.may_go_on and not found.is_waited_for(clock_ms):
             return []
         found.claim_clock = clock_ms
         claim = Claim(state.owner_epoch, self._owner.slot, self._owner.epoch, request.request_id)
@@ -179,8 +201,3 @@ class Estate:
             return False
         slot = self.slot if state.owner_slot is None else state.owner_slot
         return state.owner_epoch == self._owner.epoch or lost(slot, state.owner_epoch)
-
-    def _is_read(self, found: Found, view: FleetView) -> bool:
-        return not found.stopped and any(
-            view.gone("gateway", *reader) is None for reader in found.state.readers
-        )

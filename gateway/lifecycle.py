@@ -15,12 +15,13 @@ from gateway.resend import MAX_RESENDS, should_send_again
 from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
 from schemas.records import Attach, Claim, Completion, Failed, PartitionStatus, Rejected, Retry
-from schemas.stream_state import RETRYABLE_FINISHES, Effect, Run
+from schemas.stream_state import DEADLINE_EXCEEDED, RETRYABLE_FINISHES, Effect, Run
 
 NO_SIGN_MS = 3_000
 STALLED_MS = 500  # some heartbeats: a worker gets over a step that lasts a little too long
 MAX_RETRIES = 3
 _STRAY_CANCEL_MS = 1_000
+_LATE_MS = 2_000  # by then the log says the end, unless it stands still
 
 
 class Lifecycle:
@@ -40,12 +41,17 @@ class Lifecycle:
         """False once another's Claim was read: what is left is to show the stream to a client here."""
         return owned.state.owner_epoch in (None, self.epoch)
 
-    def cancel(self, owned: OwnedRequest, reason: str) -> list[Action]:
-        """Stops the work. Who reads is told when the log says the end."""
+    def cancel(self, owned: OwnedRequest, reason: str, *, told: bool = False) -> list[Action]:
+        """Stops the work. Who reads is told when the log says the end. `told`: readers elsewhere know why."""
         if owned.cancelled is not None or owned.over:
             return []
         owned.cancelled, owned.cancelled_clock = reason, self.clock
-        return [owned.cancellation(reason)]
+        cancel = owned.cancellation(reason)
+        # Of a late one the end itself says why: see _on_end.
+        if told or owned.waived or reason == DEADLINE_EXCEEDED or not owned.is_told_elsewhere:
+            return [cancel]
+        # Before the end, so that nobody waits to see whether a retry comes.
+        return [Announce(cancel.record, owned.request.reply_partition), cancel]
 
     def abandon(self, owned: OwnedRequest, reason: str) -> list[Action]:
         """The client is gone, or was given up: stop the work. The state stays until the log says the end."""
@@ -59,13 +65,13 @@ class Lifecycle:
         if not self.owns(owned):
             return self._check_owner(owned, view)
         if owned.cancelled is not None:
+            late = now_ms - request.accepted_at - request.end_ms >= _LATE_MS
+            if late and owned.reader is not None and owned.cancelled == DEADLINE_EXCEEDED:
+                owned.reader.on_end(ApiError(504, DEADLINE_EXCEEDED, _too_late(owned)))
             if self.clock - owned.cancelled_clock >= self._cancel_timeout_ms:
                 return self._fail(owned, "cancelled", "cancelled; its end did not come in time")
         elif now_ms - request.accepted_at >= request.end_ms:
-            if owned.reader is not None:
-                message = f"not finished within {request.end_ms / 1000:g} s"
-                owned.reader.on_end(ApiError(504, "deadline_exceeded", message))
-            return self.abandon(owned, "deadline_exceeded")
+            return self.cancel(owned, DEADLINE_EXCEEDED)
         elif abandoned(owned, view, self.clock):
             return self.abandon(owned, "disconnected")
         if run is not None:
@@ -197,6 +203,10 @@ class Lifecycle:
                 else:
                     actions += self._lose(owned, "worker_cancelled", text)
                 return
+            if owned.cancelled == DEADLINE_EXCEEDED and self.owns(owned):
+                # Who reads it later hears what its client does.
+                actions += self._fail(owned, DEADLINE_EXCEEDED, "")
+                return
         if self.owns(owned):
             if isinstance(end, Failed):
                 actions.append(owned.cancellation(end.code))
@@ -249,8 +259,14 @@ class Lifecycle:
         if owned.failing or owned.retrying or not self.owns(owned):
             return []
         owned.failing = True
-        if owned.cancelled is not None:
+        if owned.cancelled == DEADLINE_EXCEEDED:
+            code, message = DEADLINE_EXCEEDED, _too_late(owned)
+        elif owned.cancelled is not None:
             code = "cancelled"
         request, state = owned.request, owned.state
         failed = Failed(request.request_id, state.attempt, self.epoch, code, message)
         return [Reply(failed, request.reply_partition)]
+
+
+def _too_late(owned: OwnedRequest) -> str:
+    return f"not finished within {owned.request.end_ms / 1000:g} s"

@@ -99,7 +99,7 @@ class Metrics:
         )
         self.ends = Counter(
             "headrace_gateway_request_ends",
-            "Ends by finish reason or error code",
+            "Ends of owned requests by finish reason, error code, or why it was stopped",
             ["reason"],
             registry=self.registry,
         )

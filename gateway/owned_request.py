@@ -36,7 +36,7 @@ class OwnedRequest:
     way to the log. `over`: the log says the end. `first_offset`: nothing about it lies before. Of a request
     that was another owner's: until `kept_until` its clients may come back. Of one that is another's now:
     `claimed_from` is the owner that it is being claimed from, `ended_clock` when an attempt ended early.
-    `waived`: what it did costs nothing.
+    `waived`: what it did costs nothing. `described`: it is stored, to be asked for again.
     `stream_id` is where its answer is read. `joined`: another request with its Idempotency-Key was first, and
     it is that one's answer that is shown.
     """
@@ -63,6 +63,7 @@ class OwnedRequest:
     claimed_from: int | None = None
     ended_clock: int | None = None
     waived: bool = False
+    described: bool = False
     stream_id: str = ""
     joined: Joined | None = None
     stray_cancels: dict[Run, int] = field(default_factory=dict)
@@ -86,6 +87,12 @@ class OwnedRequest:
         # In the request itself, so that who takes it over knows; set it before it is sent.
         self.request.detach_ms = duration
 
+    @property
+    def is_told_elsewhere(self) -> bool:
+        """Others read it, or may ask for it again: what its owner decides is of interest to them."""
+        asked_again = self.detach_ms > 0 or self.described or self.request.idempotency is not None
+        return asked_again or bool(self.state.readers)
+
     def begin_attempt(self) -> None:
         """The next attempt goes on behind the output tokens that count."""
         state = self.state
@@ -95,7 +102,12 @@ class OwnedRequest:
 
     def cancellation(self, reason: str) -> Cancel:
         """Stops all attempts so far; while no run is bound, admission has to hear of it too."""
-        return self._cancel(reason, self.state.attempt, None, may_wait=self.state.run is None)
+        cancel = self._cancel(reason, self.state.attempt, None, may_wait=self.state.run is None)
+        asked = self.request.idempotency
+        if not self.waived:
+            return cancel
+        record = replace(cancel.record, waived=True, key=None if asked is None else asked.key)
+        return replace(cancel, record=record, behind_request=cancel.behind_request or asked is not None)
 
     def earlier_cancellation(self, reason: str) -> Cancel:
         """Stops the attempts before this one."""
@@ -139,7 +151,7 @@ class OwnedRequest:
             case Completion():
                 return self.sealed_usage(end.finish_reason, ended_at, end.cached_tokens)
             case Rejected():
-                return self.sealed_usage("cancelled" if end.status == 499 else "error", ended_at)
+                return self.sealed_usage("cancelled" if end.code == "cancelled" else "error", ended_at)
             case Failed():
                 reason = "cancelled" if end.code == "cancelled" else "error"
                 return self.sealed_usage(reason, ended_at, billed=end.code != ENGINE_FAULT)

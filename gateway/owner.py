@@ -24,6 +24,7 @@ from schemas.records import (
     Dispatched,
     Duplicate,
     InferenceRequest,
+    Rejected,
     Tokens,
 )
 from schemas.stream_state import Effect, ReplyRecord, Run, StreamState
@@ -51,9 +52,10 @@ def reply_partitions(gateway_slot: int) -> tuple[int, ...]:
 class Owner:
     """Decides; every method returns the actions to take, in order.
 
-    `position(partition)`: in a reply partition, what lies before it was given. While `held`, nothing is done
-    that another owner might have reason not to do: see `feel`. `kept_ms`: how long clients of a request that
-    comes back from another owner have to come back as well.
+    `position(partition)`: in a reply partition, what lies before it was given. `on_over(owned)` is called
+    once for each request that ends here, with its state as it ended. While `held`, nothing is done that
+    another owner might have reason not to do: see `feel`. `kept_ms`: how long clients of a request that comes
+    back from another owner have to come back as well.
     """
 
     def __init__(self, slot: int, epoch: int, shards: int, cancel_timeout_ms: int, kept_ms: int = 0) -> None:
@@ -63,6 +65,7 @@ class Owner:
         self._shards = shards
         self.held = False
         self.position: Callable[[int], int] = lambda partition: 0
+        self.on_over: Callable[[OwnedRequest], None] = lambda owned: None
         self._life = Lifecycle(slot, epoch, cancel_timeout_ms, kept_ms)
         self._ticked_at = 0.0
         self._deferred: list[tuple[OwnedRequest, list[Action]]] = []
@@ -88,17 +91,19 @@ class Owner:
         return OwnedRequest(request, partition, None, state, first_offset=first_offset)
 
     def adopt(
-        self, owned: OwnedRequest, timestamp_ms: int, kept_ms: int, stopped: str | None
+        self, owned: OwnedRequest, timestamp_ms: int, kept_ms: int, stopped: Cancellation | None
     ) -> list[Action]:
         """Takes a request whose Claim by this owner was read back and counts.
 
         Its clients may come back for `kept_ms`, or for as long as it may go on unread if that is more.
-        `stopped`: a client has asked for the end.
+        `stopped`: a client, or its owner, has asked for the end.
         """
         state, clock = owned.state, self._life.clock
         owned.kept_until = clock + kept_ms
         unwanted = kept_ms == 0 and owned.detach_ms == state.detach_ms == 0 and not state.readers
-        owned.cancelled = stopped or ("disconnected" if unwanted else None)
+        reason = "disconnected" if unwanted else None
+        owned.cancelled = reason if stopped is None else stopped.reason
+        owned.waived = stopped is not None and stopped.waived
         owned.cancelled_clock = clock
         self.open[state.request_id] = owned
         actions: list[Action] = []
@@ -138,9 +143,9 @@ class Owner:
         """The broker has the request's record."""
         owned.offset, owned.read_clock = offset, None
 
-    def cancel(self, owned: OwnedRequest, reason: str) -> list[Action]:
-        """Stops the work. Who reads is told when the log says the end."""
-        return self._life.cancel(owned, reason)
+    def cancel(self, owned: OwnedRequest, reason: str, *, told: bool = False) -> list[Action]:
+        """Stops the work. Who reads is told when the log says the end. `told`: the log says why already."""
+        return self._life.cancel(owned, reason, told=told)
 
     def abandon(self, owned: OwnedRequest, reason: str) -> list[Action]:
         """The client is gone, or was given up: stop the work. The state stays until the log says the end."""
@@ -157,11 +162,23 @@ class Owner:
         owned.reader = None
         return []
 
-    def waive(self, owned: OwnedRequest, now_ms: int) -> list[Action]:
-        """Its client was refused: it costs nothing, whatever was done. `now_ms`: ms of the epoch."""
+    def waive(self, owned: OwnedRequest, reason: str, now_ms: int) -> list[Action]:
+        """Its client was refused: it costs nothing, whatever was done, and its Idempotency-Key is free again.
+
+        Stop it as well, if it goes on. `now_ms`: ms of the epoch.
+        """
+        if owned.joined is not None or isinstance(owned.state.end, Rejected):
+            return []  # it did nothing
         owned.waived = True
-        # One that goes on is billed when it ends.
-        return [owned.sealed_usage("cancelled", now_ms)] if owned.over and owned.state.run else []
+        cancel = owned.cancellation(reason)
+        # 1. Who takes it over knows; and nobody waits for it.
+        actions: list[Action] = [Announce(cancel.record, owned.request.reply_partition)]
+        # 2. One that goes on is stopped, its key freed, and is billed when it ends.
+        if cancel.record.key is not None and (owned.over or owned.cancelled is not None):
+            actions.append(cancel)
+        if owned.over:
+            actions.append(owned.sealed_usage("cancelled", now_ms))
+        return actions
 
     def part(self, owned: OwnedRequest, reason: str) -> list[Action]:
         """This gateway stops: what nobody else reads and nobody may come back to is cancelled."""
@@ -172,11 +189,12 @@ class Owner:
         return self.abandon(owned, reason)
 
     def on_cancellation(self, record: Cancellation) -> list[Action]:
-        """In a reply partition: a client asked another gateway for the end."""
+        """In a reply partition: a client asked another gateway for the end, or an owner says it."""
         owned = self.open.get(record.request_id)
         if owned is None or owned.request.tenant != record.tenant:
             return []
-        return self.cancel(owned, record.reason)
+        owned.waived = owned.waived or record.waived
+        return self.cancel(owned, record.reason, told=True)
 
     def on_duplicate(self, record: Duplicate) -> OwnedRequest | None:
         """Admission: another request with its Idempotency-Key was first. It is over, and cost nothing."""
@@ -283,6 +301,8 @@ class Owner:
     def _forget(self, owned: OwnedRequest) -> None:
         """Off the open ones; remembered a while, for runs that still show records are to be cancelled."""
         request_id = owned.request.request_id
+        if owned.state.end is not None and self._life.owns(owned):
+            self.on_over(owned)
         del self.open[request_id]
         owned.state.token_ids = []  # its reader may still need them
         owned.request.prompt_token_ids.clear()

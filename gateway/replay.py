@@ -86,8 +86,12 @@ class Replay:
             self._on_end(timestamp_ms)
 
     def on_cancellation(self, record: Cancellation) -> None:
-        """A client asked for the end: a Completion `cancelled` will be it, and no retry comes."""
-        self._stopped = self._stopped or record.tenant == self.tenant
+        """The end was asked for: a Completion `cancelled` is it, and no retry comes."""
+        if record.tenant != self.tenant or self.done:
+            return
+        self._stopped = True
+        if self._ended_at is not None:
+            self._tell_end()
 
     def on_description(self, record: Described) -> None:
         """For those who answer in the form of the API that took the request."""
@@ -107,7 +111,7 @@ class Replay:
     def _on_end(self, timestamp_ms: int) -> None:
         end = self.state.end
         if isinstance(end, Completion) and end.finish_reason in RETRYABLE_FINISHES and not self._stopped:
-            # Only the attempt is over, unless its owner wanted that; it does not say so in the log.
+            # Only the attempt is over, unless its owner wanted that: it says so where others may care.
             self._ended_at = timestamp_ms
             return
         self._tell_end()
@@ -121,9 +125,25 @@ class Replay:
 
 
 class JoinedReplay(Replay):
-    """For a client that has asked for the whole request again: one that was stopped is no answer to it."""
+    """For a client that has asked for the whole request again: one that was stopped is no answer to it.
 
-    __slots__ = ()
+    `waived`: neither is one whose client was refused, and its key should have been free.
+    """
+
+    __slots__ = ("waived",)
+
+    def __init__(self, request_id: bytes, tenant: str, reader: Reader) -> None:
+        super().__init__(request_id, tenant, reader)
+        self.waived = False
+
+    def on_cancellation(self, record: Cancellation) -> None:
+        if record.waived and record.tenant == self.tenant and not self.done:
+            # Admission has not heard yet that the key is free.
+            self.waived = True
+            message = "the request that was first with this Idempotency-Key was refused; try again"
+            self.reader.on_end(ApiError(409, "idempotency_key_in_use", message, None, 1_000))
+            return
+        super().on_cancellation(record)
 
     def _tell_end(self) -> None:
         end = self.state.end

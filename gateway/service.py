@@ -143,6 +143,7 @@ class Gateway:
         kept_ms = int(config.succession_s * 1000)
         serving.owner = Owner(config.slot, epoch, config.shards, config.cancel_timeout_ms, kept_ms)
         serving.owner.position = self._log.reply_offset
+        serving.owner.on_over = serving.over
         self._succession = Succession(
             config,
             serving.owner,

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from gateway.actions import Announce
+from gateway.actions import Announce, Cancel
 from gateway.auth import TenantBook, presented_key
 from gateway.config import GatewayConfig
 from gateway.ends import DISCONNECTED, code_of
@@ -20,12 +20,12 @@ from gateway.owned_request import OwnedRequest
 from gateway.owner import Owner
 from gateway.public_id import NotAnIdError, PublicId, PublicIds, hash_model
 from gateway.reader import Reader
-from gateway.replay import JoinedReplay, Replay
+from gateway.replay import JoinedReplay
 from gateway.stream_token import StreamTokens
 from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
 from schemas.models import LoadedModel
-from schemas.records import Attach, Completion, Detach, Duplicate, InferenceRequest, Tenant
+from schemas.records import Attach, Cancellation, Completion, Detach, Duplicate, InferenceRequest, Tenant
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Serving:
         self.draining = False
         self.heard_at = 0.0
         self.readers: dict[bytes, Reader] = {}
-        self._joins: dict[bytes, tuple[Replay, int]] = {}
+        self._joins: dict[bytes, tuple[JoinedReplay, int]] = {}
         self._one_finished = asyncio.Event()
         # Tokenizing lets go of the GIL; two threads keep long prompts from one another.
         self.tokenizing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
@@ -145,6 +145,20 @@ class Serving:
         self.scans.leave(replay)
         word = Detach(replay.request_id, self.owner.slot, self.owner.epoch, owned.detach_ms)
         self.outbox.put([Announce(word, partition)])
+        asked = owned.request.idempotency
+        if replay.waived and asked is not None:
+            # Admission changed hands before it had read that: it is told once more.
+            tenant = owned.request.tenant
+            again = Cancellation(replay.request_id, 1, tenant, "refused", waived=True, key=asked.key)
+            self.outbox.put([Cancel(again, owned.partition, behind_request=True)])
+
+    def over(self, owned: OwnedRequest) -> None:
+        """A request that this gateway owns has ended, whoever reads it."""
+        state = owned.state
+        early = state.may_retry or not isinstance(state.end, Completion)
+        code = owned.cancelled if early and owned.cancelled is not None else code_of(state.end)
+        self.metrics.ends.labels(code).inc()
+        self.metrics.output_tokens.inc(len(state.token_ids))
 
     def accepted(self, owned: OwnedRequest, reader: Reader) -> None:
         self.readers[owned.request.request_id] = reader
@@ -165,10 +179,6 @@ class Serving:
             self.owner.feel(time.monotonic())
             stop = self.owner.leave if reason == DISCONNECTED else self.owner.abandon
             self.outbox.put(stop(owned, reason))
-        output_tokens = end.output_tokens if isinstance(end, Completion) else None
-        if output_tokens:
-            self.metrics.output_tokens.inc(output_tokens)
-        self.metrics.ends.labels(code).inc()
         log.info(
             "request ended",
             extra={
@@ -177,7 +187,7 @@ class Serving:
                 "model": reader.model,
                 "priority": request.priority,
                 "end": code,
-                "output_tokens": output_tokens,
+                "output_tokens": end.output_tokens if isinstance(end, Completion) else None,
                 "ms": round(elapsed_s * 1000, 1),
             },
         )

@@ -200,11 +200,12 @@ class Succession:
         extra = {"request_id": state.request_id, "from_epoch": state.owner_epoch, "attempt": state.attempt}
         if request is None:
             log.error("a request was not found where admission read it", extra=extra)
-        elif found.is_over:
+        actions = estate.take(found, request, self._view.clock.now_ms, kept_ms)
+        if found.settled and actions:
             log.info("billing a request of a lost gateway, which may have been billed", extra=extra)
-        else:
+        elif actions:
             log.info("taking over a request of a lost gateway", extra=extra)
-        self._outbox.put(estate.take(found, request, self._view.clock.now_ms, kept_ms))
+        self._outbox.put(actions)
 
     async def commit(self) -> None:
         """Where a successor would have to begin. Once a second, and before the slot is left."""

@@ -50,6 +50,7 @@ class KeyedRequest:
     body: bytes
     public_id: str
     accepted_at: int
+    freed: bool = False
 
 
 @dataclass(slots=True)
@@ -60,6 +61,8 @@ class Cancellation:
     reason: str
     slot: int | None = None
     epoch: int | None = None
+    waived: bool = False
+    key: bytes | None = None
 
 
 @dataclass(slots=True)

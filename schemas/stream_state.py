@@ -25,6 +25,8 @@ from schemas.records import (
 
 # After these the attempt is over but the request need not be: its owner may still send a Retry.
 RETRYABLE_FINISHES = frozenset({"cancelled", "error"})
+# The reason of a Cancellation, and the code of the end that comes of it.
+DEADLINE_EXCEEDED = "deadline_exceeded"
 
 
 class Run(NamedTuple):

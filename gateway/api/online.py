@@ -101,7 +101,7 @@ async def answer_choices(
         if len(choices) > 1 and not has_failed(choices):
             # Refused as a whole: those that were let in meanwhile cost nothing.
             for choice in choices:
-                serving.outbox.put(serving.owner.waive(choice.owned, time.time_ns() // 1_000_000))
+                serving.outbox.put(serving.owner.waive(choice.owned, e.code, time.time_ns() // 1_000_000))
         raise
     finally:
         gone.cancel()
@@ -168,6 +168,7 @@ def identify(
     """Where the stream of the choice is read, and what its Idempotency-Key says; before it is sent."""
     request, keyed = owned.request, exchange.keyed
     owned.stream_id = serving.public_id(request, described)
+    owned.described = described
     if keyed is not None:
         key = key_of(request.tenant, keyed.key, index)
         request.idempotency = Idempotency(key, keyed.body, owned.stream_id)

@@ -88,7 +88,7 @@ def ask_for_end(serving: Serving, tenant: Tenant, public_id: PublicId) -> None:
     serving.outbox.put([Announce(word, public_id.reply_partition)])
     owned = serving.owner.open.get(request_id)
     if owned is not None:
-        serving.outbox.put(serving.owner.cancel(owned, word.reason))
+        serving.outbox.put(serving.owner.cancel(owned, word.reason, told=True))
     else:
         # 2. Whatever becomes of its owner, the work stops.
         shards = serving.config.shards

@@ -46,6 +46,14 @@ class Assign:
 
 
 @dataclass(slots=True)
+class NoteKey:
+    """Tell later holders of the partition that a key is free again, behind the note that it was not."""
+
+    keyed: KeyedRequest
+    partition: int
+
+
+@dataclass(slots=True)
 class DeadLetter:
     """Keep a record of inference.requests that cannot be served; `headers` hold the reason."""
 
@@ -55,7 +63,7 @@ class DeadLetter:
     headers: Headers
 
 
-Action = Reply | Assign | DeadLetter
+Action = Reply | Assign | NoteKey | DeadLetter
 
 
 def reply_to(request: InferenceRequest) -> ReplyTo:

@@ -20,8 +20,9 @@ from schemas.records import (
     Tenant,
     Usage,
 )
+from schemas.stream_state import DEADLINE_EXCEEDED
 from schemas.topics import NUM_CLASSES
-from streams.admission.actions import Action, Assign, Reply, reject, reply_to
+from streams.admission.actions import Action, Assign, NoteKey, Reply, reject, reply_to
 from streams.admission.backlog import Backlog
 from streams.admission.decisions import DecisionLog
 from streams.admission.fair_queue import QueuedRequest
@@ -124,14 +125,19 @@ class Admission:
             actions.append(self._wait(queue, item, now))
         return actions
 
-    def on_cancel(self, cancellation: Cancellation, now: int) -> list[Action]:
+    def on_cancel(self, cancellation: Cancellation, partition: int, now: int) -> list[Action]:
         """Ends a request that waits. One that was dispatched is its worker's to cancel."""
+        actions: list[Action] = []
         known = self._memory.get(cancellation.request_id)
-        if known is None or known.queued is None or cancellation.slot is not None:
-            return []
-        if known.attempt > cancellation.attempt:
-            return []
-        return [self._evict(known.queued, Refusal(499, "cancelled", cancellation.reason), now)]
+        covered = known is not None and known.attempt <= cancellation.attempt and cancellation.slot is None
+        if covered and known is not None and known.queued is not None:
+            reason = cancellation.reason
+            code = reason if reason == DEADLINE_EXCEEDED else "cancelled"
+            actions.append(self._evict(known.queued, Refusal(499, code, reason), now))
+        if cancellation.key is not None:
+            freed = self.keys.free(cancellation.key, cancellation.request_id)
+            actions += [] if freed is None else [NoteKey(freed, partition)]
+        return actions
 
     def on_usage(self, usage: Usage, now: int) -> list[Action]:
         """Settles the request's reservation; its place at the worker is free."""
@@ -184,8 +190,13 @@ class Admission:
         self._memory.forget(request.request_id, request.attempt)
         if request.attempt == 1:
             self.limits.release(request.request_id, now)
+        actions: list[Action] = []
+        asked = request.idempotency
+        if asked is not None and request.attempt == 1:
+            freed = self.keys.free(asked.key, request.request_id)
+            actions += [] if freed is None else [NoteKey(freed, assign.partition)]
         refusal = Refusal(503, "dispatch_failed", f"the dispatch failed: {reason}", RETRY_LATER_MS)
-        return [self._refuse(request, refusal, assign.traceparent), *self._run_all(now)]
+        return [*actions, self._refuse(request, refusal, assign.traceparent), *self._run_all(now)]
 
     def tick(self, now: int) -> list[Action]:
         """What time alone brings: waits that end, reservations that expire. Call about every 100 ms."""

@@ -12,7 +12,7 @@ from schemas import topics
 from schemas.codec import encode
 from schemas.headers import Headers, reply_headers
 from schemas.records import Rejected
-from streams.admission.actions import Action, Assign, DeadLetter, Reply, reply_to
+from streams.admission.actions import Action, Assign, DeadLetter, NoteKey, Reply, reply_to
 from streams.admission.admission import Admission
 from streams.admission.metrics import Metrics
 from streams.admission.splice import encode_dispatch
@@ -85,6 +85,8 @@ class Dispatcher:
                 await self._assign(action)
             case Reply():
                 await self._reply(action)
+            case NoteKey():
+                await self._note(action)
             case DeadLetter():
                 await self._bury(action)
 
@@ -120,6 +122,14 @@ class Dispatcher:
             self._lost(reply, error)
             return
         future.add_done_callback(partial(self._replied, reply))
+
+    async def _note(self, note: NoteKey) -> None:
+        try:
+            future = await self._send(topics.IDEMPOTENCY, encode(note.keyed), note.partition, [])
+        except Exception as error:
+            self._key_lost(note, error)
+            return
+        future.add_done_callback(partial(self._key_noted, note))
 
     async def _bury(self, letter: DeadLetter) -> None:
         topic = topics.dlq(topics.REQUESTS)
@@ -179,6 +189,20 @@ class Dispatcher:
     def _replied(self, reply: Reply, future: "asyncio.Future[Any]") -> None:
         if not future.cancelled() and (error := future.exception()) is not None:
             self._lost(reply, error)
+
+    def _key_noted(self, note: NoteKey, future: "asyncio.Future[Any]") -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._key_lost(note, error)
+
+    @staticmethod
+    def _key_lost(note: NoteKey, error: BaseException) -> None:
+        # After a takeover the key would lead to that request again; who is led there has it freed once more.
+        log.error(
+            "a key could not be freed for later holders of partition %d: %r",
+            note.partition,
+            error,
+            extra={"request_id": note.keyed.request_id},
+        )
 
     @staticmethod
     def _buried(future: "asyncio.Future[Any]") -> None:

@@ -2,11 +2,13 @@
 
 The first request with a key runs; a later one is told where to read its answer. A KeyedRequest is acked
 before the Dispatch of the first one, so who takes the partition over finds every key for which anything ran.
-What waited there is sent again by its owner, and is then the first if no other was meanwhile.
+What waited there is sent again by its owner, and is then the first if no other was meanwhile. A key that is
+free again after its request was let in is written too, behind that.
 """
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 from schemas import topics
 from schemas.records import Duplicate, InferenceRequest, KeyedRequest
@@ -35,7 +37,10 @@ class IdempotencyKeys:
     def load(self, partition: int, records: Iterable[KeyedRequest]) -> None:
         """What earlier holders wrote, in order."""
         for record in records:
-            self._put(partition, record)
+            if record.freed:
+                self.free(record.key, record.request_id)
+            else:
+                self._put(partition, record)
 
     def loaded(self, partition: int) -> None:
         self._loaded.add(partition)
@@ -68,9 +73,16 @@ class IdempotencyKeys:
         """Nothing ran: the key is free for another try."""
         asked = request.idempotency
         if asked is not None and request.attempt == 1:
-            entry = self._known.get(asked.key)
-            if entry is not None and entry[1].request_id == request.request_id:
-                del self._known[asked.key]
+            self.free(asked.key, request.request_id)
+
+    def free(self, key: bytes, request_id: bytes) -> KeyedRequest | None:
+        """The key is no longer that request's. Returns what later holders must know if the request was noted;
+        None if the key is not that request's."""
+        entry = self._known.get(key)
+        if entry is None or entry[1].request_id != request_id:
+            return None
+        del self._known[key]
+        return replace(entry[1], freed=True)
 
     def expire(self, now: int) -> None:
         while self._order and (self._order[0][0] <= now - KEEP_MS or len(self._order) > self._most):

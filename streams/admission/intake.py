@@ -36,14 +36,14 @@ class Intake:
         self._clock = clock
         self._catch_up_schemas = catch_up_schemas
         self._catch_up_tenants = catch_up_tenants
-        self._parked: dict[int, list[tuple[InferenceRequest, bytes, int, str | None]]] = {}
+        self._parked: dict[int, list[tuple[InferenceRequest | Cancellation, bytes, int, str | None]]] = {}
 
     def keys_loaded(self, partition: int) -> list[Action]:
         """The partition's Idempotency-Keys are known: what to do about the requests that waited for that."""
         return [
             action
-            for request, raw, offset, trace in self._parked.pop(partition, ())
-            for action in self._admission.on_request(request, raw, partition, offset, trace, self._clock())
+            for record, raw, offset, trace in self._parked.pop(partition, ())
+            for action in self._serve(record, raw, partition, offset, trace)
         ]
 
     def assigned(self, partitions: Collection[int]) -> None:
@@ -77,22 +77,36 @@ class Intake:
         return actions
 
     def _decide(self, record: Any, raw: bytes, partition: int, offset: int, headers: Headers) -> list[Action]:
-        now = self._clock()
         match record:
             case InferenceRequest():
                 self._metrics.read_requests.inc()
-                trace = traceparent(headers)
-                if record.idempotency is not None and not self._admission.keys.is_loaded(partition):
-                    self._parked.setdefault(partition, []).append((record, raw, offset, trace))
-                    return []
-                return self._admission.on_request(record, raw, partition, offset, trace, now)
+                waits = record.idempotency is not None
             case Cancellation():
                 self._metrics.read_cancellations.inc()
-                return self._admission.on_cancel(record, now)
+                # It may mean one that waits here.
+                waits = record.key is not None or partition in self._parked
             case Restate():
                 return []
             case _:
                 raise CodecError(f"{type(record).__name__} does not belong on inference.requests")
+        trace = traceparent(headers)
+        if waits and not self._admission.keys.is_loaded(partition):
+            self._parked.setdefault(partition, []).append((record, raw, offset, trace))
+            return []
+        return self._serve(record, raw, partition, offset, trace)
+
+    def _serve(
+        self,
+        record: InferenceRequest | Cancellation,
+        raw: bytes,
+        partition: int,
+        offset: int,
+        trace: str | None,
+    ) -> list[Action]:
+        now = self._clock()
+        if isinstance(record, Cancellation):
+            return self._admission.on_cancel(record, partition, now)
+        return self._admission.on_request(record, raw, partition, offset, trace, now)
 
     def _give_up(
         self,

@@ -74,8 +74,9 @@ class Driver:
         return [type(record) for record in self.carry_out(actions)]
 
     def cancel(self, request: InferenceRequest, **fields: Any) -> list[Any]:
-        values = {"request_id": request.request_id, "attempt": request.attempt, "tenant": "demo", **fields}
-        return self.carry_out(self.admission.on_cancel(Cancellation(**values, reason="away"), self.now))
+        values = {"request_id": request.request_id, "attempt": request.attempt, "tenant": "demo"}
+        word = Cancellation(**{**values, "reason": "away", **fields})
+        return self.carry_out(self.admission.on_cancel(word, 0, self.now))
 
     def heartbeat(self, slot: int = 0, epoch: int = EPOCH, **status: Any) -> list[Any]:
         self.heartbeats += 1
@@ -241,6 +242,9 @@ def test_cancelled_while_it_waits_it_is_gone_and_its_reservation_too() -> None:
     assert driver.send(request) == [Admitted]
     assert [type(r) for r in driver.cancel(request)] == [Rejected]
     assert driver.refusal() == (499, "cancelled")
+    driver.send(late := driver.request())
+    driver.cancel(late, reason="deadline_exceeded")
+    assert driver.refusal() == (499, "deadline_exceeded")
     assert driver.admission.limits.reserved_tokens("demo", 0) == 0
     assert driver.heartbeat() == []
     assert driver.send(driver.request()) == DISPATCHED

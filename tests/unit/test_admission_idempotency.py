@@ -9,6 +9,7 @@ from schemas.codec import encode
 from schemas.fleet import FleetView
 from schemas.records import (
     Admitted,
+    Cancellation,
     Duplicate,
     Heartbeat,
     Idempotency,
@@ -16,10 +17,12 @@ from schemas.records import (
     KeyedRequest,
     Rejected,
 )
-from streams.admission.actions import Action, Assign, Reply
+from streams.admission.actions import Action, Assign, NoteKey, Reply
 from streams.admission.admission import Admission
 from streams.admission.decisions import DecisionLog
 from streams.admission.idempotency import KEEP_MS, IdempotencyKeys, keyed
+from streams.admission.intake import Intake
+from streams.admission.metrics import Metrics
 from streams.admission.waiting import WaitingPolicy
 from tests.admission_harness import make_request, make_status, make_tenant
 
@@ -85,6 +88,69 @@ def test_a_key_whose_request_was_refused_is_free() -> None:
     (refusal,) = answers(target.tick(T0 + 1_001))
     assert (refusal.request_id, refusal.status) == (first.request_id, 503)
     assert isinstance(answers(send(target, request()))[0], Admitted)
+
+
+def refused_with(first: InferenceRequest) -> Cancellation:
+    """What its gateway says when another choice of the same body was refused."""
+    return Cancellation(first.request_id, 1, "demo", "queue_full", waived=True, key=KEY)
+
+
+def test_a_key_is_free_when_its_gateway_says_so_and_stays_free_after_a_takeover() -> None:
+    target = admission()
+    first = request()
+    log = [assign.keyed for assign in send(target, first) if isinstance(assign, Assign)]
+    assert target.on_cancel(Cancellation(first.request_id, 1, "demo", "disconnected"), 0, T0) == []
+    assert isinstance(answers(send(target, request()))[0], Duplicate)  # a client that left frees nothing
+    (note,) = target.on_cancel(refused_with(first), 0, T0)
+    assert isinstance(note, NoteKey)
+    log.append(note.keyed)
+    second = request(public_id="second")
+    log += [assign.keyed for assign in send(target, second) if isinstance(assign, Assign)]
+    assert target.on_cancel(refused_with(first), 0, T0) == []  # said once more: the key is another's now
+    for count, first_public_id in ((1, "first"), (2, None), (3, "second")):
+        heir = admission()
+        heir.keys.load(0, [record for record in log[:count] if record is not None])
+        (answer,) = send(heir, request(public_id="third"))
+        if first_public_id is None:
+            assert isinstance(answer, Assign)
+        else:
+            assert answers([answer])[0].public_id == first_public_id
+
+
+def test_a_key_of_one_that_waits_needs_no_note() -> None:
+    target = admission(with_worker=False)
+    first = request()
+    send(target, first)
+    (refusal,) = answers(target.on_cancel(refused_with(first), 0, T0))
+    assert (refusal.status, refusal.code) == (499, "cancelled")
+    assert isinstance(answers(send(target, request()))[0], Admitted)
+
+
+def test_a_key_whose_dispatch_was_lost_stays_free_after_a_takeover() -> None:
+    target = admission()
+    (assign,) = send(target, request())
+    assert isinstance(assign, Assign)
+    assert assign.keyed is not None
+    note, refusal, *_ = target.on_dispatch_failed(assign, "TimeoutError", T0)
+    assert isinstance(note, NoteKey)
+    assert answers([refusal])[0].code == "dispatch_failed"
+    heir = admission()
+    heir.keys.load(0, [assign.keyed, note.keyed])
+    assert isinstance(send(heir, request())[0], Assign)
+
+
+async def test_a_cancel_behind_a_request_that_waits_for_the_keys_waits_too() -> None:
+    async def nothing() -> None:
+        pass
+
+    target = admission()
+    intake = Intake(target, Metrics(), lambda: T0, nothing, nothing)
+    first = request()
+    for offset, record in enumerate((first, refused_with(first), request(public_id="second"))):
+        assert await intake.on_record(0, offset, None, encode(record), []) == []
+    target.keys.loaded(0)
+    kinds = [type(action) for action in intake.keys_loaded(0)]
+    assert kinds == [Assign, NoteKey, Assign]
 
 
 def test_one_that_waited_is_noted_when_it_runs() -> None:

@@ -1,3 +1,5 @@
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,7 +44,7 @@ def test_agrees_with_a_list_of_all_notes(notes: list[tuple[bytes, int, float]], 
             assert memory.covers(request_id, attempt, now) == expected
 
 
-def cancellation(**fields: int) -> Cancellation:
+def cancellation(**fields: Any) -> Cancellation:
     return Cancellation(A, 2, "acme", "gone", **fields)
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from gateway.actions import Bill, Cancel, Reply
+from gateway.actions import Announce, Bill, Cancel, Reply
+from gateway.idempotency import key_of
 from schemas.api.choices import choice_request_id, choice_seed
-from schemas.records import InferenceRequest
+from schemas.records import Cancellation, InferenceRequest
 from tests.gateway_factories import Call, Stand
 
 CHAT_PATH = "/v1/chat/completions"
@@ -165,10 +166,32 @@ async def test_one_refusal_refuses_all_stops_the_others_and_costs_nothing(stream
     assert cancelled(stand) == {r.request_id: "token_rate_exceeded" for r in (runs, waits)}
     assert not stand.serving.readers
     assert bills(stand) == {ended.request_id: (0, 0)}
+    words = [a.record for a in stand.outbox.actions if isinstance(a, Announce)]
+    assert {word.request_id for word in words} == {r.request_id for r in (ended, runs, waits)}
+    assert all(isinstance(word, Cancellation) and word.waived for word in words)
     stand.complete(runs, 1, "cancelled")
     stand.reject(waits, 499, "cancelled", None)
     assert bills(stand) == {r.request_id: (0, 0) for r in (ended, runs, waits)}
     assert stand.serving.owner.open == {}
+
+
+async def test_a_refusal_frees_the_keys_of_all_choices() -> None:
+    stand = Stand()
+    headers = [(b"idempotency-key", b"abc")]
+    call = stand.call(path=CHAT_PATH, body={**CHAT, "n": 4}, headers=headers)
+    await stand.request()
+    ended, runs, refused, waits = (owned.request for owned in stand.outbox.sent)
+    for request in (ended, runs):
+        stand.dispatched(request)
+    stand.complete(ended, 0, "stop")
+    stand.reject(refused, 429, "token_rate_exceeded", 2_300)  # its own key is free by admission's own word
+    await call.finish()
+    sent = [action for action in stand.outbox.actions if isinstance(action, Cancel)]
+    assert {action.record.request_id: action.record.key for action in sent} == {
+        request.request_id: key_of("acme", b"abc", index)
+        for index, request in ((0, ended), (1, runs), (3, waits))
+    }
+    assert all(action.record.waived and action.behind_request for action in sent)
 
 
 async def test_choices_that_ran_until_one_failed_are_billed() -> None:

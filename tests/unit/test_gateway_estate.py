@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.actions import Action, Announce, Bill, Cancel, SendRequest
+from gateway.actions import Action, Announce, Bill, Cancel, Reply, SendRequest
 from gateway.estate import FORGET_MS, Estate, Found
 from gateway.owner import Owner
 from gateway.replay import RETRY_WAIT_MS
@@ -139,12 +139,59 @@ def test_an_end_that_its_owner_may_not_have_billed_is_billed(code: str) -> None:
 def test_an_attempt_that_ended_early_waits_for_its_owner_and_then_is_over() -> None:
     desk = Desk()
     desk.read(Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 2, "cancelled"))
+    (found,) = desk.due()
+    assert desk.estate.take(found, desk.request, CLOCK, 0) == []
     assert desk.due() == []  # nobody reads it: it may have been cancelled on purpose
     assert desk.estate.oldest(PARTITION) == 41
     desk.estate.forget(CLOCK + RETRY_WAIT_MS)
     assert desk.estate.oldest(PARTITION) is None
     desk.estate.forget(CLOCK + FORGET_MS)
     assert not desk.estate.found
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "error"])
+def test_an_attempt_that_ended_early_while_its_owner_was_dead_goes_on_for_who_may_come_back(
+    reason: str,
+) -> None:
+    desk = Desk(detach_ms=9_000)
+    desk.read(Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 2, reason))
+    (action,) = desk.claim()
+    assert isinstance(action, Reply)
+    if reason == "cancelled":
+        assert action.record == Retry(RID, 2, HEIR[1], "worker_cancelled")
+    else:
+        assert isinstance(action.record, Failed)
+    late = Desk(detach_ms=9_000)
+    late.read(Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 2, reason))
+    (found,) = late.due()
+    assert late.estate.take(found, late.request, CLOCK + 9_000, 0) == []
+    unwanted = Desk(detach_ms=9_000)
+    unwanted.read(Cancellation(RID, 1, "acme", "disconnected"))  # its owner has said why
+    unwanted.read(Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 2, reason))
+    assert unwanted.due() == []
+
+
+def test_what_was_waived_costs_nothing_whoever_bills_it() -> None:
+    word = Cancellation(RID, 1, "acme", "token_rate_exceeded", waived=True)
+    running = Desk()
+    running.read(word)
+    assert cancel_reasons(running.claim()) == ["token_rate_exceeded"]
+    end = Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 2, "cancelled")
+    (bill,) = running.owner.on_record(end, 2_000)
+    ended = Desk()
+    ended.read(word)
+    ended.read(Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 2, "length"))
+    (found,) = ended.due()
+    (late_bill,) = ended.estate.take(found, ended.request, CLOCK, 0)
+    for action in (bill, late_bill):
+        assert isinstance(action, Bill)
+        usage = action.record
+        assert (usage.input_tokens, usage.output_tokens, usage.sealed) == (0, 0, True)
+    other = Desk()
+    other.read(Cancellation(RID, 1, "other", "token_rate_exceeded", waived=True))
+    other.read(Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 2, "length"))
+    (found,) = other.due()  # whose word it is shows when the request is read
+    assert other.estate.take(found, other.request, CLOCK, 0) == []
 
 
 def test_a_request_that_is_not_where_it_should_be_is_let_lie() -> None:

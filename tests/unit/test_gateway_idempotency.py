@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from gateway.actions import Announce
+from gateway.actions import Announce, Cancel
 from gateway.idempotency import key_of
 from gateway.replay import Replay
 from schemas.api.errors import ApiError
 from schemas.records import (
     Attach,
+    Cancellation,
     Completion,
     Detach,
     Dispatched,
@@ -172,6 +173,21 @@ async def test_a_first_that_was_stopped_is_no_answer() -> None:
     replay.on_time(20_000, None)
     await call.finish()
     assert (call.status, call.json()["error"]["code"]) == (410, "cancelled")
+
+
+async def test_a_first_whose_client_was_refused_has_its_key_freed_once_more() -> None:
+    made, scans = stand()
+    first, _, call = await first_and_second(made, "/v1/generate", BODY)
+    replay = scans.followed[0][2]
+    replay.on_cancellation(Cancellation(first.request_id, 1, "other", "refused", waived=True))
+    assert not replay.done
+    replay.on_cancellation(Cancellation(first.request_id, 1, "acme", "refused", waived=True))
+    await call.finish()
+    assert (call.status, call.json()["error"]["code"]) == (409, "idempotency_key_in_use")
+    assert call.headers[b"retry-after"] == b"1"
+    (again,) = (action for action in made.outbox.actions if isinstance(action, Cancel))
+    assert (again.record.request_id, again.record.key) == (first.request_id, key_of("acme", b"abc", 0))
+    assert again.behind_request
 
 
 async def test_a_client_that_leaves_the_answer_it_joined_stops_nothing() -> None:

@@ -441,9 +441,44 @@ def test_the_end_of_a_request_by_time() -> None:
     assert desk.owner.tick(desk.view, late - 1, 0.0) == []
     (cancel,) = desk.owner.tick(desk.view, late, 0.0)
     assert isinstance(cancel, Cancel)
+    assert cancel.record.reason == "deadline_exceeded"
+    assert desk.owner.tick(desk.view, late + 1_999, 0.0) == []
+    assert not desk.answered  # it may end by itself before the cancel is read
+    desk.owner.tick(desk.view, late + 2_000, 0.0)
     assert isinstance(desk.reader.end, ApiError)
     assert desk.reader.end.status == 504
-    assert desk.owner.tick(desk.view, late, 0.0) == []
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_the_log_says_what_its_client_hears_of_a_request_that_was_late(runs: bool) -> None:
+    desk = Desk()
+    ends: list[tuple[str | None, str]] = []
+    desk.owner.on_over = lambda owned: ends.append((owned.cancelled, type(owned.state.end).__name__))
+    if runs:
+        desk.dispatched()
+        desk.tokens(0, b"ab")
+    desk.owner.tick(desk.view, desk.owned.request.accepted_at + desk.owned.request.end_ms, 0.0)
+    if runs:
+        failed = failure(actions := desk.complete(2, "cancelled"))
+        assert (failed.code, failed.message) == ("deadline_exceeded", "not finished within 600 s")
+        usage = bill(desk.read_back(actions))
+    else:
+        word = Rejected(RID, 1, 499, "deadline_exceeded", "deadline_exceeded")
+        usage = bill(desk.owner.on_record(word, desk.time))
+    assert isinstance(desk.reader.end, ApiError)
+    assert (desk.reader.end.status, desk.reader.end.code) == (504, "deadline_exceeded")
+    used = (2, 3) if runs else (0, 0)
+    assert (usage.output_tokens, usage.input_tokens, usage.finish_reason) == (*used, "error")
+    assert ends == [("deadline_exceeded", "Failed" if runs else "Rejected")]
+
+
+def test_an_end_that_was_quicker_than_the_time_is_the_end() -> None:
+    desk = Desk()
+    desk.dispatched()
+    desk.tokens(0, b"ab")
+    desk.owner.tick(desk.view, desk.owned.request.accepted_at + desk.owned.request.end_ms, 0.0)
+    assert desk.complete(2, "length") == []
+    assert isinstance(desk.reader.end, Completion)
 
 
 def test_a_failed_behind_the_completion_that_ended_it_ends_nothing_twice() -> None:

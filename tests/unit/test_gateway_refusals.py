@@ -11,6 +11,7 @@ from aiokafka.errors import KafkaConnectionError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.actions import Cancel
 from gateway.errors import ErrorBoundary
 from gateway.owned_request import OwnedRequest
 from schemas.api.errors import ApiError
@@ -53,7 +54,10 @@ def slow_broker(stand: Stand) -> None:
 def past_deadline(stand: Stand) -> None:
     def answer(owned: OwnedRequest) -> None:
         now_ms = owned.request.accepted_at + owned.request.end_ms
-        stand.outbox.put(stand.serving.owner.tick(stand.serving.view, now_ms, 0.0))
+        (cancel,) = stand.serving.owner.tick(stand.serving.view, now_ms, 0.0)
+        assert isinstance(cancel, Cancel)
+        # It waited all the time: admission says it with the reason that it is given.
+        stand.reject(owned.request, 499, cancel.record.reason, None)
 
     stand.outbox.on_request = answer
 

@@ -151,7 +151,9 @@ def test_a_retry_goes_on_where_the_first_attempt_was() -> None:
     [
         (Rejected(RID, 1, 429, "rate_limit_exceeded", "no", 2_000), 429, "rate_limit_exceeded"),
         (Rejected(RID, 1, 499, "cancelled", "no"), 410, "cancelled"),
+        (Rejected(RID, 1, 499, "deadline_exceeded", "late"), 504, "deadline_exceeded"),
         (Failed(RID, 1, EPOCH, "cancelled", "late"), 410, "cancelled"),
+        (Failed(RID, 1, EPOCH, "deadline_exceeded", "late"), 504, "deadline_exceeded"),
         (Failed(RID, 1, EPOCH, "worker_lost", "gone"), 502, "worker_lost"),
         (Failed(RID, 1, EPOCH, "no_answer", "gone"), 503, "no_answer"),
     ],
@@ -189,6 +191,10 @@ def test_the_end_of_an_attempt_waits_for_the_owners_word() -> None:
     asked.on_cancellation(Cancellation(RID, 1, "acme", "cancelled"))
     feed(asked, [dispatched(), cancelled], 1_000)
     assert asked.reader.end is cancelled
+    late = replay()  # the word lies behind the end
+    feed(late, [dispatched(), cancelled], 1_000)
+    late.on_cancellation(Cancellation(RID, 1, "acme", "disconnected"))
+    assert late.reader.end is cancelled
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "error"])

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from aiokafka.errors import KafkaConnectionError
 
-from gateway.actions import Cancel
-from schemas.records import Failed, InferenceRequest, TokenLogprobs
+from gateway.actions import Announce, Cancel
+from schemas.records import Cancellation, Failed, InferenceRequest, TokenLogprobs
 from tests.gateway_factories import Call, Stand
 
 PATH = "/v1/responses"
@@ -191,8 +191,9 @@ async def test_an_error_that_is_not_the_responses_repeats_the_last_number() -> N
     stand.dispatched(request)
     stand.tokens(request, 0, b"a")
     await call.until_body(b'"delta"')
-    now_ms = request.accepted_at + request.end_ms
-    stand.outbox.put(stand.serving.owner.tick(stand.serving.view, now_ms, 0.0))
+    late_ms = request.accepted_at + request.end_ms
+    for now_ms in (late_ms, late_ms + 2_000):  # the log says no end
+        stand.outbox.put(stand.serving.owner.tick(stand.serving.view, now_ms, 0.0))
     await call.finish()
     last = call.content.split(b"\n\n")[-2].decode()
     name, data = last.split("\n")
@@ -257,6 +258,10 @@ async def test_log_probabilities_stand_beside_the_text() -> None:
     assert found[-1]["response"]["output"][0]["content"][0]["logprobs"] == done["logprobs"]
 
 
+def count_of(stand: Stand, name: str, **labels: str) -> float | None:
+    return stand.serving.metrics.registry.get_sample_value(f"headrace_gateway_{name}_total", labels)
+
+
 async def test_a_background_response_is_told_at_once_and_runs_on() -> None:
     stand = Stand()
     call = await create(stand, background=True, metadata={"k": "v"}).finish()
@@ -270,6 +275,32 @@ async def test_a_background_response_is_told_at_once_and_runs_on() -> None:
     assert (owned.reader, owned.detach_ms) == (None, request.end_ms)
     assert not any(isinstance(action, Cancel) for action in stand.outbox.actions)
     assert not stand.serving.readers
+    stand.dispatched(request)
+    stand.tokens(request, 0, b"abc", "length")
+    assert count_of(stand, "request_ends", reason="length") is None
+    stand.complete(request, 3)
+    assert count_of(stand, "request_ends", reason="length") == 1
+    assert count_of(stand, "output_tokens") == 3
+
+
+async def test_an_end_is_counted_when_the_log_says_it_and_once() -> None:
+    stand = Stand()
+    call = create(stand, stream=True)
+    request = await stand.request()
+    stand.dispatched(request)
+    stand.tokens(request, 0, b"ab")
+    await call.until_body(b'"delta"')
+    call.disconnect()
+    await call.finish()
+    assert count_of(stand, "request_ends", reason="disconnected") is None
+    stand.complete(request, 2, "cancelled")
+    stand.complete(request, 2, "cancelled")
+    assert count_of(stand, "request_ends", reason="disconnected") == 1
+    assert count_of(stand, "request_ends", reason="cancelled") is None
+    assert count_of(stand, "output_tokens") == 2
+    # It is stored: who asks for it learns at once that this is the end.
+    words = [action.record for action in stand.outbox.actions if isinstance(action, Announce)]
+    assert words == [Cancellation(request.request_id, 1, "acme", "disconnected")]
 
 
 async def test_a_background_stream_begins_before_a_worker_has_it() -> None:
