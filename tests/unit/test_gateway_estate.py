@@ -194,6 +194,23 @@ def test_what_was_waived_costs_nothing_whoever_bills_it() -> None:
     assert other.estate.take(found, other.request, CLOCK, 0) == []
 
 
+@pytest.mark.parametrize("lost", ["a Completion that nobody asked for", "a gap"])
+def test_what_its_owner_would_have_retried_is_retried(lost: str) -> None:
+    desk = Desk()
+    desk.read(Attach(RID, 2, 80))
+    if lost == "a gap":
+        desk.tokens(5, b"x")
+    else:
+        desk.read(Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 2, "cancelled"))
+    (reply,) = desk.claim()
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.record, Retry)
+    assert (reply.record.attempt, reply.record.owner_epoch) == (2, HEIR[1])
+    _, sent = desk.owner.on_record(reply.record, 1_000)
+    assert isinstance(sent, SendRequest)
+    assert sent.owned.request.output_token_ids == [97, 98]
+
+
 def test_a_request_that_is_not_where_it_should_be_is_let_lie() -> None:
     desk = Desk()
     (found,) = desk.due()
