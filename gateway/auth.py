@@ -19,7 +19,11 @@ class _Entry:
 
 
 class TenantBook:
-    """The tenants as control.tenants last told them; found by key."""
+    """The tenants as control.tenants last told them; found by key.
+
+    Looked up is the key's id, its public beginning, which says nothing about the rest. That is compared as
+    SHA-256, in constant time: neither the comparison nor what one would learn from it leads to a key.
+    """
 
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}

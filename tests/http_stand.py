@@ -34,6 +34,12 @@ class HttpStand:
         self._thread.join(_WAIT_S)
         assert not self._thread.is_alive()
 
+    @property
+    def connections(self) -> list[socket.socket]:
+        """The server's ends of them."""
+        found: Any = self._server.server_state.connections
+        return [each.transport.get_extra_info("socket") for each in found]
+
     def do(self, what: Callable[[Stand], None]) -> None:
         """In the server's thread, soon."""
         self._loop.call_soon_threadsafe(what, self.stand)
