@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import httptools
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from gateway.errors import whole_refusal
@@ -71,6 +72,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._message_complete = True
         self._replaying_head = False
         self._head_bytes: int | None = None
+        self._running: RequestResponseCycle | None = None
         self._excess = False
         self._refused = False
 
@@ -87,6 +89,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._disarm()
         if self._probe is not None:
             self._probe.cancel()
+        self._lose()
         super().connection_lost(exc)
 
     # What comes in
@@ -128,14 +131,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
         Which of the two, a write shows: who has gone answers it with a reset. Returns True to stay open.
         """
-        if self._idle or not self._message_complete or self.scope["http_version"] != "1.1":
-            return False
+        running = self._running
+        if running is None or self._idle or not self._message_complete:
+            return self._lose()
+        if self.scope["http_version"] != "1.1":
+            return self._lose()
         self.cycle.keep_alive = False
-        if self.pipeline:
-            pass  # an answer before the last one is under way, and its writes will show it
-        elif not self.cycle.response_started:
+        if not running.response_started:
             self.transport.write(_CONTINUE)
-        elif self.cycle.chunked_encoding:  # a stream: whole answers have a length
+        elif running.chunked_encoding:  # a stream: whole answers have a length
             self.transport.write(_COMMENT_CHUNK)
         self._look(0)
         return True
@@ -146,9 +150,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if turn and _tcp_state(self.transport) == _TCP_CLOSE:
+            self._lose()
             self.transport.abort()
         elif turn < len(_PROBES_S):
             self._probe = self.loop.call_later(_PROBES_S[turn], self._look, turn + 1)
+
+    def _lose(self) -> bool:
+        """Has those who answer write no more: uvloop tells of a connection's end after it has closed it."""
+        for cycle in (self._running, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        return False
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     # The parser's callbacks
 
@@ -243,6 +260,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(ApiError(408, "head_timeout", f"the headers did not arrive within {seconds:g} s"))
         else:
             # Nothing was asked, or it was answered.
+            self._lose()
             self.transport.close()
 
     # Refusals
@@ -258,8 +276,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 cycle.keep_alive = False
                 return
             # In its body: who reads that is told that no more comes.
-            cycle.disconnected = True
-            cycle.message_event.set()
+            self._lose()
             if cycle.response_started or self.pipeline:
                 self.transport.close()
                 return
