@@ -19,6 +19,9 @@ from schemas.config import ConfigError, describe, from_env
 
 log = logging.getLogger("gateway")
 
+# Kafka's connections, logs, libraries.
+_OTHER_FILES = 256
+
 
 async def _serve(config: GatewayConfig) -> None:
     stop = asyncio.Event()
@@ -28,10 +31,15 @@ async def _serve(config: GatewayConfig) -> None:
     await Gateway(config).run(stop)
 
 
-def _allow_many_connections() -> None:
+def _allow_many_connections(config: GatewayConfig) -> None:
     """A stream is a file descriptor, and the usual soft limit is 1,024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < config.max_connections + _OTHER_FILES:
+        log.warning(
+            "so many files may not be open as HEADRACE_MAX_CONNECTIONS has: raise the limit or lower it",
+            extra={"open_files": hard, "max_connections": config.max_connections},
+        )
 
 
 def main(argv: list[str]) -> int:
@@ -50,7 +58,7 @@ def main(argv: list[str]) -> int:
     if arguments.validate:
         return 0
     logs.configure("gateway", config.slot, config.log_level)
-    _allow_many_connections()
+    _allow_many_connections(config)
     try:
         uvloop.run(_serve(config))
     except (

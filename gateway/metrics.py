@@ -91,6 +91,12 @@ class Metrics:
         self.running_streams = Gauge(
             "headrace_gateway_running_streams", "Requests with a client waiting", registry=self.registry
         )
+        self.in_flight = Gauge(
+            "headrace_gateway_in_flight_requests", "HTTP requests being answered", registry=self.registry
+        )
+        self.body_bytes = Gauge(
+            "headrace_gateway_body_bytes", "Bytes of request bodies in memory", registry=self.registry
+        )
         self.open_requests = Gauge(
             "headrace_gateway_open_requests", "Requests without an end in the log", registry=self.registry
         )

@@ -24,5 +24,7 @@ async def ready(serving: Serving, exchange: Exchange) -> None:
 
 async def metrics(serving: Serving, exchange: Exchange) -> None:
     serving.metrics.open_requests.set(len(serving.owner.open) if serving.joined else 0)
+    serving.metrics.in_flight.set(serving.in_flight.count)
+    serving.metrics.body_bytes.set(serving.bodies.held)
     text = generate_latest(serving.metrics.registry)
     await exchange.respond(200, text, [(b"content-type", CONTENT_TYPE_LATEST.encode())])

@@ -127,7 +127,10 @@ _FIELD = re.compile(r"(?:unknown|missing required) field `(?P<field>[^`]+)`")
 
 
 def decode_body(data: bytes, kind: type[B]) -> B:
-    """Raises ApiError 400 naming the field that does not fit, or that `data` is no JSON object."""
+    """Of a field that stands twice the last one counts, as in other JSON readers.
+
+    Raises ApiError 400 naming the field that does not fit, or that `data` is no JSON object.
+    """
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as e:
