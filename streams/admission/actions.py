@@ -12,6 +12,8 @@ from schemas.records import (
     KeyedRequest,
     Rejected,
 )
+from streams.admission.fair_queue import QueuedRequest
+from streams.admission.idempotency import keyed
 from streams.admission.refusal import Refusal
 from streams.admission.router import InFlight, Worker
 
@@ -75,3 +77,44 @@ def reject(to: ReplyTo, refusal: Refusal, traceparent: str | None = None) -> Rep
         to.request_id, to.attempt, refusal.status, refusal.code, refusal.message, refusal.retry_after_ms
     )
     return Reply(to, record, traceparent)
+
+
+def admitted(item: QueuedRequest) -> Reply:
+    """Tells the owner that its request waits."""
+    request = item.request
+    record = Admitted(request.request_id, request.attempt, request.owner_epoch, item.partition, item.offset)
+    return Reply(reply_to(request), record, item.traceparent)
+
+
+def assign(item: QueuedRequest, worker: Worker, entry: InFlight, queued_ms: int) -> Assign:
+    """Gives what waited for `queued_ms` to the worker, where `entry` counts it."""
+    request = item.request
+    first = request.attempt == 1 and request.idempotency is not None
+    return Assign(
+        Dispatch(worker.slot, worker.epoch, item.expected_output_tokens, request),
+        worker,
+        entry,
+        queued_ms,
+        item.record,
+        item.partition,
+        item.offset,
+        item.traceparent,
+        keyed(request) if first else None,
+    )
+
+
+def dispatched(
+    request: InferenceRequest, slot: int, epoch: int, partition: int, offset: int, traceparent: str | None
+) -> Reply:
+    """Tells the owner which run has its request, which lies at `partition` and `offset`."""
+    record = Dispatched(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        owner_epoch=request.owner_epoch,
+        slot=slot,
+        epoch=epoch,
+        model=request.model,
+        requests_partition=partition,
+        requests_offset=offset,
+    )
+    return Reply(reply_to(request), record, traceparent)

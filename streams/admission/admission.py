@@ -9,24 +9,29 @@ from collections.abc import Collection, Iterable, Mapping
 
 from schemas.fleet import FleetView
 from schemas.records import (
-    Admitted,
     Cancellation,
-    Dispatch,
-    Dispatched,
     Duplicate,
     InferenceRequest,
     PartitionStatus,
-    QueuedTokens,
     Tenant,
     Usage,
 )
 from schemas.stream_state import DEADLINE_EXCEEDED
-from schemas.topics import NUM_CLASSES
-from streams.admission.actions import Action, Assign, NoteKey, Reply, reject, reply_to
+from streams.admission.actions import (
+    Action,
+    Assign,
+    NoteKey,
+    Reply,
+    admitted,
+    assign,
+    dispatched,
+    reject,
+    reply_to,
+)
 from streams.admission.backlog import Backlog
 from streams.admission.decisions import DecisionLog
 from streams.admission.fair_queue import QueuedRequest
-from streams.admission.idempotency import IdempotencyKeys, keyed
+from streams.admission.idempotency import IdempotencyKeys
 from streams.admission.limits import Limits
 from streams.admission.memory import Phase, RequestMemory
 from streams.admission.model_queue import ModelQueue
@@ -80,7 +85,7 @@ class Admission:
             # The owner sent it again. What was dispatched it shall hear again, what waits it will hear.
             if request.attempt < known.attempt or known.phase is not Phase.DISPATCHED:
                 return []
-            return [self._dispatched(request, known.slot, known.epoch, partition, offset, traceparent)]
+            return [dispatched(request, known.slot, known.epoch, partition, offset, traceparent)]
         if known is not None and known.queued is not None:
             self._backlog.cancel(known.queued)
             self._memory.forget(request.request_id)
@@ -181,7 +186,7 @@ class Admission:
         request = assign.dispatch.request
         self._memory.dispatched(request.request_id, request.attempt)
         slot, epoch = assign.dispatch.slot, assign.dispatch.epoch
-        return [self._dispatched(request, slot, epoch, assign.partition, assign.offset, assign.traceparent)]
+        return [dispatched(request, slot, epoch, assign.partition, assign.offset, assign.traceparent)]
 
     def on_dispatch_failed(self, assign: Assign, reason: str, now: int) -> list[Action]:
         """The Dispatch was not acked. If it lies there after all, its run is a stray: owners cancel it."""
@@ -217,12 +222,7 @@ class Admission:
         """For the heartbeat: what each partition held has read and queued."""
         return [
             PartitionStatus(
-                partition,
-                *self.takeover.offsets(partition),
-                [
-                    QueuedTokens(model, partition % NUM_CLASSES, tokens)
-                    for model, tokens in self._backlog.tokens_by_model(partition).items()
-                ],
+                partition, *self.takeover.offsets(partition), self._backlog.queued_tokens(partition)
             )
             for partition in self.takeover.partitions()
         ]
@@ -253,42 +253,9 @@ class Admission:
         request = item.request
         entry = self.router.dispatch(worker, request, item.expected_output_tokens)
         self._memory.assigned(item, worker.slot, worker.epoch, now)
-        dispatch = Dispatch(worker.slot, worker.epoch, item.expected_output_tokens, request)
         waited = max(0, now - item.queued_at)
         self.decisions.dispatched(item, worker, waited)
-        first = request.attempt == 1 and request.idempotency is not None
-        return Assign(
-            dispatch,
-            worker,
-            entry,
-            waited,
-            item.record,
-            item.partition,
-            item.offset,
-            item.traceparent,
-            keyed(request) if first else None,
-        )
-
-    def _dispatched(
-        self,
-        request: InferenceRequest,
-        slot: int,
-        epoch: int,
-        partition: int,
-        offset: int,
-        traceparent: str | None,
-    ) -> Reply:
-        record = Dispatched(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            owner_epoch=request.owner_epoch,
-            slot=slot,
-            epoch=epoch,
-            model=request.model,
-            requests_partition=partition,
-            requests_offset=offset,
-        )
-        return Reply(reply_to(request), record, traceparent)
+        return assign(item, worker, entry, waited)
 
     def _wait(self, queue: ModelQueue, item: QueuedRequest, now: int) -> Action:
         """Lets the request wait, unless too much waits already."""
@@ -300,10 +267,7 @@ class Admission:
         if refusal is not None and request.attempt == 1:
             return self._evict(item, refusal, now)
         self._backlog.watch(item)
-        record = Admitted(
-            request.request_id, request.attempt, request.owner_epoch, item.partition, item.offset
-        )
-        return Reply(reply_to(request), record, item.traceparent)
+        return admitted(item)
 
     def _evict(self, item: QueuedRequest, refusal: Refusal, now: int) -> Reply:
         """Takes a waiting request out of its queue and refuses it."""

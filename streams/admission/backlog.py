@@ -3,6 +3,8 @@
 import heapq
 from collections.abc import Iterator, Set
 
+from schemas.records import QueuedTokens
+from schemas.topics import priority_of
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.model_queue import ModelQueue
 from streams.admission.refusal import RETRY_LATER_MS
@@ -103,9 +105,14 @@ class Backlog:
             if item.partition in partitions
         ]
 
-    def tokens_by_model(self, partition: int) -> dict[str, int]:
-        """Tokens that wait from a partition of inference.requests."""
-        return {m: tokens for m, queue in self._queues.items() if (tokens := queue.tokens_of(partition))}
+    def queued_tokens(self, partition: int) -> list[QueuedTokens]:
+        """Tokens that wait from a partition of inference.requests, by model."""
+        priority = priority_of(partition)
+        return [
+            QueuedTokens(model, priority, tokens)
+            for model, queue in self._queues.items()
+            if (tokens := queue.tokens_of(partition))
+        ]
 
     def retry_after_ms(self, model: str) -> int:
         """When what waits now may be done, by the workers' own rates."""
