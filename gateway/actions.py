@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from schemas.headers import Headers
 from schemas.records import Attach, Cancellation, Claim, Detach, Failed, Retry, Usage
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class Reply:
 
     record: Failed | Retry
     reply_partition: int
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +45,11 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """A sealed usage row."""
+    """A sealed usage row; `headers` as the worker's own has them."""
 
     record: Usage
     partition: int
+    headers: Headers
 
 
 Action = SendRequest | Reply | Announce | Cancel | Bill

@@ -25,10 +25,10 @@ IsLost = Callable[[int, int], bool]
 class Found:
     """A request of another owner. `first_offset`: nothing about it lies before. `*_clock`: log clock, ms.
 
-    `request` is None until it was read back from inference.requests. `settled`: there is nothing to do for
-    who would take it over; `given_up`: its owner says no Retry. `stopped` are the words of those that asked
-    for the end. `is_read`: some gateway that lives shows it to a client. `kept_ms`: how long its clients have
-    to come back once it is claimed.
+    `request` is None until it was read back from inference.requests, with its `traceparent`. `settled`: there
+    is nothing to do for who would take it over; `given_up`: its owner says no Retry. `stopped` are the words
+    of those that asked for the end. `is_read`: some gateway that lives shows it to a client. `kept_ms`: how
+    long its clients have to come back once it is claimed.
     """
 
     state: StreamState
@@ -43,6 +43,7 @@ class Found:
     kept_ms: int = 0
     given_up: bool = False
     is_read: bool = False
+    traceparent: str | None = None
 
     def is_waited_for(self, clock_ms: int) -> bool:
         """Another attempt is of use to somebody, or may be, while `request` is not known."""
@@ -118,7 +119,7 @@ class Estate:
         if request is None:
             return []  # by an earlier reading of this partition; claimed once more
         del self.found[request.request_id]
-        owned = self._owner.owned(request, found.state, found.first_offset)
+        owned = self._owner.owned(request, found.state, found.first_offset, found.traceparent)
         return self._owner.adopt(owned, timestamp_ms, found.kept_ms, found.stopped_for(request.tenant))
 
     def due(
@@ -148,7 +149,7 @@ class Estate:
         found.request, found.kept_ms = request, kept_ms
         if found.is_over:
             found.settled = True
-            owned = self._owner.owned(request, state, found.first_offset)
+            owned = self._owner.owned(request, state, found.first_offset, found.traceparent)
             stopped = found.stopped_for(request.tenant)
             owned.waived = stopped is not None and stopped.waived
             bill = owned.final_bill(found.ended_at)

@@ -239,7 +239,8 @@ class Lifecycle:
         if owned.cancelled is not None or attempt > MAX_RETRIES:
             return self._fail(owned, code, message)
         owned.retrying = code
-        return [Reply(Retry(request.request_id, attempt + 1, self.epoch, code), request.reply_partition)]
+        retry = Retry(request.request_id, attempt + 1, self.epoch, code)
+        return [Reply(retry, request.reply_partition, owned.traceparent)]
 
     def _on_retried(self, owned: OwnedRequest, actions: list[Action]) -> None:
         code, owned.retrying = owned.retrying or "", None
@@ -265,7 +266,7 @@ class Lifecycle:
             code = "cancelled"
         request, state = owned.request, owned.state
         failed = Failed(request.request_id, state.attempt, self.epoch, code, message)
-        return [Reply(failed, request.reply_partition)]
+        return [Reply(failed, request.reply_partition, owned.traceparent)]
 
 
 def _too_late(owned: OwnedRequest) -> str:

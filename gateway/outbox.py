@@ -127,12 +127,10 @@ class Outbox:
             case SendRequest(owned):
                 if not owned.state.ended:
                     await self._append(self.requests, _request_record(owned), action)
-            case Reply(record, partition):
-                to = ReplyTo(record.request_id, record.attempt, partition)
+            case Reply(record, partition, trace):
+                headers = reply_headers(ReplyTo(record.request_id, record.attempt, partition), trace)
                 await self._append(
-                    self.requests,
-                    _Record(topics.TOKENS, partition, encode(record), reply_headers(to)),
-                    action,
+                    self.requests, _Record(topics.TOKENS, partition, encode(record), headers), action
                 )
             case Announce(word, partition):
                 await self._append(self.requests, _Record(topics.TOKENS, partition, encode(word), []), action)
@@ -141,8 +139,10 @@ class Outbox:
                 await self._append(self.requests, _Record(topics.CANCELLATIONS, partition, value, []), action)
                 if behind_request:
                     await self._append(self.requests, _Record(topics.REQUESTS, partition, value, []), action)
-            case Bill(usage, partition):
-                await self._append(self._usage, _Record(topics.USAGE, partition, encode(usage), []), action)
+            case Bill(usage, partition, headers):
+                await self._append(
+                    self._usage, _Record(topics.USAGE, partition, encode(usage), headers), action
+                )
 
     async def _append(self, producer: AIOKafkaProducer, record: _Record, action: Action) -> None:
         acked = await producer.send(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from gateway.actions import Bill, Cancel
 from gateway.idempotency import Joined
 from gateway.reader import Reader
+from schemas.headers import ReplyTo, reply_headers
 from schemas.records import Cancellation, Completion, Failed, InferenceRequest, Rejected, Usage
 from schemas.stream_state import Run, StreamState
 
@@ -140,7 +141,8 @@ class OwnedRequest:
             slot=None if run is None else run.slot,
             epoch=None if run is None else run.epoch,
         )
-        return Bill(usage, self.partition)
+        to = ReplyTo(request.request_id, self.state.attempt, request.reply_partition)
+        return Bill(usage, self.partition, reply_headers(to, self.traceparent))
 
     def final_bill(self, ended_at: int) -> Bill | None:
         """The sealed row that its owner writes at the end, None where the worker's row is the truth."""

@@ -85,10 +85,12 @@ class Owner:
         self.open[request.request_id] = owned
         return owned
 
-    def owned(self, request: InferenceRequest, state: StreamState, first_offset: int) -> OwnedRequest:
+    def owned(
+        self, request: InferenceRequest, state: StreamState, first_offset: int, traceparent: str | None
+    ) -> OwnedRequest:
         """A request that was another owner's; nobody reads it through this object."""
         partition = topics.tenant_partition(request.tenant, request.priority, self._shards)
-        return OwnedRequest(request, partition, None, state, first_offset=first_offset)
+        return OwnedRequest(request, partition, None, state, traceparent, first_offset=first_offset)
 
     def adopt(
         self, owned: OwnedRequest, timestamp_ms: int, kept_ms: int, stopped: Cancellation | None

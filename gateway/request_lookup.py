@@ -9,6 +9,7 @@ from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from schemas import topics
 from schemas.fleet import CONSUMER_SETTINGS
+from schemas.headers import traceparent
 from schemas.records import InferenceRequest
 
 _LOOK_S = 5.0
@@ -23,8 +24,10 @@ class RequestLookup:
         self._decode = decode
         self._consumer: AIOKafkaConsumer | None = None
 
-    async def find(self, request_id: bytes, partition: int, offset: int) -> InferenceRequest | None:
-        """The record at that place; None if it is no longer there, or is another's.
+    async def find(
+        self, request_id: bytes, partition: int, offset: int
+    ) -> tuple[InferenceRequest, str | None] | None:
+        """The record at that place, with its traceparent; None if it is no longer there, or is another's.
 
         Raises TimeoutError (after 5 s), KafkaError.
         """
@@ -42,7 +45,7 @@ class RequestLookup:
         record = await self._decode(message) if message.offset == offset else None
         if not isinstance(record, InferenceRequest) or record.request_id != request_id:
             return None
-        return record
+        return record, traceparent(message.headers)
 
     async def stop(self) -> None:
         if self._consumer is not None:

@@ -190,10 +190,12 @@ class Succession:
                 await self._take(estate, found, kept_ms)
 
     async def _take(self, estate: Estate, found: Found, kept_ms: int) -> None:
-        state = found.state
+        state, request = found.state, found.request
         assert state.request_at is not None
         try:
-            request = found.request or await self._lookup.find(state.request_id, *state.request_at)
+            if request is None:
+                place = await self._lookup.find(state.request_id, *state.request_at)
+                request, found.traceparent = (None, None) if place is None else place
         except (TimeoutError, KafkaError) as e:
             log.warning("a request cannot be read back; again", extra={"error": repr(e)})
             return

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -152,6 +153,22 @@ async def test_a_cancel_answers_with_the_cancelled_response(pair: GatewayPair, a
     again = await pair.other.post(f"{PATH}/{name}/cancel", headers=HEADERS)
     assert again.json() == cancelled.json() == (await get(pair.other, name)).json()
     assert events((await get(pair.owner, name, "?stream=true")).text)[-1]["response"] == again.json()
+
+
+async def test_a_response_that_did_not_end_in_time_has_failed(
+    pair: GatewayPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = pair.gateways[0].serving
+    monkeypatch.setattr(serving, "config", replace(serving.config, end_ms=300))
+    pair.driver.script = held
+    seen = events((await create(pair, stream=True)).text)[-1]
+    name = seen["response"]["id"]
+    for client in (pair.owner, pair.other):
+        response = (await get(client, name)).json()
+        assert response == seen["response"]
+        assert response["status"] == "failed"
+        assert response["error"]["message"] == "deadline_exceeded: not finished within 0.3 s"
+        assert response["output"][0]["content"][0]["text"] == "ab"
 
 
 async def test_a_refusal_behind_the_answer_is_a_failed_response(pair: GatewayPair) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -12,7 +13,15 @@ from gateway.public_id import PublicId
 from infra.local.broker import Broker
 from schemas.records import InferenceRequest
 from tests.fleet_driver import FleetDriver, until
-from tests.gateway_pair import HEADERS, OTHER_HEADERS, GatewayPair, LedWorker, gateway_broker, gateway_pair
+from tests.gateway_pair import (
+    HEADERS,
+    OTHER_HEADERS,
+    GatewayPair,
+    LedWorker,
+    gateway_broker,
+    gateway_pair,
+    held,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT = "Grüße, 漢字 und 🙂. " * 4
@@ -270,6 +279,26 @@ async def test_delete_ends_a_stream_for_all_that_read_it(api: Api, at_owner: boo
         assert '"stop_reason":"cancelled"' in text
     assert owned.cancelled == "cancelled"
     assert owned.state.attempt == 1  # no retry of what was not wanted
+
+
+async def test_what_did_not_end_in_time_reads_so_everywhere_and_in_the_bill(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = api.gateways[0].serving
+    monkeypatch.setattr(serving, "config", replace(serving.config, end_ms=300))
+    api.driver.script = held
+    body = await api.owner.post("/v1/generate", json=BODY, headers=HEADERS)
+    again = await api.read(body.headers["x-headrace-stream"])
+    for answer in (body, again):
+        assert answer.status_code == 200
+        *_, token, last, _ = answer.text.split("\n\n")
+        assert '"text":"b"' in token
+        error = json.loads(last.split("data: ")[1])["error"]
+        assert (error["code"], error["message"]) == ("deadline_exceeded", "not finished within 0.3 s")
+    usage = await api.driver.next_usage()
+    assert (usage.sealed, usage.output_tokens, usage.finish_reason) == (True, 2, "error")
+    count = serving.metrics.registry.get_sample_value
+    assert count("headrace_gateway_request_ends_total", {"reason": "deadline_exceeded"}) == 1
 
 
 async def test_a_reading_outlives_a_broker_that_dies(api: Api, own_broker: Broker) -> None:

@@ -28,6 +28,7 @@ DEAD = (1, 70)
 HEIR = (0, 90)
 PARTITION = 3
 CLOCK = 5_000
+TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
 class Desk:
@@ -57,6 +58,7 @@ class Desk:
     def claim(self, kept_ms: int = 0) -> list[Action]:
         """What is done once the claim is read back."""
         (found,) = self.due()
+        found.traceparent = TRACE
         (announce,) = self.estate.take(found, self.request, CLOCK, kept_ms)
         assert isinstance(announce, Announce)
         assert announce.record == Claim(DEAD[1], *HEIR, RID)
@@ -108,6 +110,7 @@ def test_what_the_lost_owner_had_begun_is_done() -> None:
     assert isinstance(cancel, Cancel)
     assert (cancel.record.attempt, cancel.behind_request) == (1, False)
     assert isinstance(sent, SendRequest)
+    assert sent.owned.traceparent == TRACE
     request = sent.owned.request
     assert (request.attempt, request.output_token_ids, request.owner_epoch) == (2, [97, 98], HEIR[1])
 
@@ -161,6 +164,7 @@ def test_an_attempt_that_ended_early_while_its_owner_was_dead_goes_on_for_who_ma
         assert action.record == Retry(RID, 2, HEIR[1], "worker_cancelled")
     else:
         assert isinstance(action.record, Failed)
+    assert action.traceparent == TRACE
     late = Desk(detach_ms=9_000)
     late.read(Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 2, reason))
     (found,) = late.due()
@@ -178,6 +182,8 @@ def test_what_was_waived_costs_nothing_whoever_bills_it() -> None:
     assert cancel_reasons(running.claim()) == ["token_rate_exceeded"]
     end = Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 2, "cancelled")
     (bill,) = running.owner.on_record(end, 2_000)
+    assert isinstance(bill, Bill)
+    assert ("traceparent", TRACE.encode()) in bill.headers
     ended = Desk()
     ended.read(word)
     ended.read(Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 2, "length"))
