@@ -23,7 +23,7 @@ SOURCES = [
     if path.name != "refusals.py"
 ]
 TABLE = {(kind.status, kind.code) for kind in REFUSALS}
-# What the router raises beside 404 and 405, of which there is none today.
+# What the router raises beside 404, of which there is none today.
 ELSEWHERE = {"http_error"}
 
 
