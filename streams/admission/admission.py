@@ -53,7 +53,9 @@ class Admission:
     `fleet` is fed from outside; `fleet_changed` follows, once a batch.
     """
 
-    def __init__(self, policy: WaitingPolicy, decisions: DecisionLog) -> None:
+    def __init__(
+        self, policy: WaitingPolicy, decisions: DecisionLog, predictor: OutputPredictor | None = None
+    ) -> None:
         self.policy = policy
         self.decisions = decisions
         self.fleet = FleetView()
@@ -61,7 +63,7 @@ class Admission:
         self.limits = Limits()
         self.tenants = Tenants(self.limits)
         self.router = Router()
-        self.predictor = OutputPredictor()
+        self.predictor = predictor or OutputPredictor()
         self.keys = IdempotencyKeys()
         self._backlog = Backlog(self.router)
         self._memory = RequestMemory()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from schemas.config import CommonConfig, setting
+from streams.admission.prediction import DEFAULT_QUANTILE, OutputPredictor
 from streams.admission.waiting import WaitingPolicy
 
 ROLE = "admission"
@@ -13,6 +14,9 @@ class AdmissionConfig(CommonConfig):
     max_queued_requests: int = setting(10_000, doc="Requests that may wait, per model and class.")
     max_queued_tokens: int = setting(20_000_000, doc="Tokens that may wait, per model and class.")
     no_worker_wait_ms: int = setting(10_000, doc="How long a request waits for a worker of its model (ms).")
+    output_quantile: float = setting(
+        DEFAULT_QUANTILE, doc="Which quantile of a tenant's answers an answer is expected to have (0 to 1)."
+    )
     decision_log: bool = setting(True, doc="Whether decisions go to fleet.decisions.")
     session_timeout_ms: int = setting(6_000, doc="The consumer group's session timeout (ms).")
     ack_deadline_s: float = setting(60.0, doc="A send that is not acked for so long ends the process (s).")
@@ -26,7 +30,12 @@ class AdmissionConfig(CommonConfig):
         for name in ("ack_deadline_s", "stop_timeout_s"):
             if not getattr(self, name) > 0:
                 found.append(f"HEADRACE_{name.upper()} must be above 0, not {getattr(self, name)}")
+        if not 0 <= self.output_quantile <= 1:
+            found.append(f"HEADRACE_OUTPUT_QUANTILE must be 0 to 1, not {self.output_quantile}")
         return found
 
     def policy(self) -> WaitingPolicy:
         return WaitingPolicy(self.max_queued_requests, self.max_queued_tokens, self.no_worker_wait_ms)
+
+    def predictor(self) -> OutputPredictor:
+        return OutputPredictor(self.output_quantile)

@@ -73,7 +73,7 @@ class AdmissionService:
     def __init__(self, config: AdmissionConfig, kafka: Kafka) -> None:
         self.config = config
         self.kafka = kafka
-        self.admission = Admission(config.policy(), DecisionLog(config.decision_log))
+        self.admission = Admission(config.policy(), DecisionLog(config.decision_log), config.predictor())
         self.metrics = Metrics()
         self._stopping = False
         self._control_read = False

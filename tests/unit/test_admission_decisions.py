@@ -445,7 +445,7 @@ def test_expects_what_the_tenant_got_before(driver: Driver) -> None:
     driver.send(request)
     driver.usage(request, output=40, finish_reason="stop")
     driver.send(driver.request(max_tokens=500))
-    assert driver.dispatches[-1].dispatch.expected_output_tokens == 40
+    assert 36 <= driver.dispatches[-1].dispatch.expected_output_tokens <= 44
     driver.send(driver.request(max_tokens=500, attempt=2, output_token_ids=[1] * 30))
     assert driver.dispatches[-1].dispatch.expected_output_tokens == 10
 

@@ -1,7 +1,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.admission.prediction import FIRST_GUESS, OutputPredictor
 from streams.admission.takeover import Takeover
 
 
@@ -54,31 +53,3 @@ def test_each_offset_is_accepted_once_in_order_and_never_below_the_takeover(
             assert offset >= takeover.offsets(0)[0]
             accepted.append(offset)
     assert accepted == sorted(set(accepted))
-
-
-def test_expects_the_mean_of_the_tenant_then_of_the_model_then_a_guess() -> None:
-    predictor = OutputPredictor()
-    assert predictor.expect("a", "m", 1_000) == FIRST_GUESS
-    assert predictor.expect("a", "m", 16) == 16
-    for tokens in (10, 20, 30):
-        predictor.observe("a", "m", tokens)
-    assert predictor.expect("a", "m", 1_000) == 20
-    assert predictor.expect("b", "m", 1_000) == 20
-    assert predictor.expect("a", "other", 1_000) == FIRST_GUESS
-    predictor.observe("c", "m", 0)
-    assert predictor.expect("c", "m", 1_000) == 1
-
-
-def test_the_mean_follows_a_change() -> None:
-    predictor = OutputPredictor()
-    for tokens in [1_000] * 200 + [10] * 400:
-        predictor.observe("a", "m", tokens)
-    assert predictor.expect("a", "m", 10_000) < 20
-
-
-def test_prediction_memory_is_bounded() -> None:
-    predictor = OutputPredictor(max_keys=10)
-    for n in range(100):
-        predictor.observe(f"t{n}", "m", n)
-    assert len(predictor) == 10
-    assert predictor.expect("t99", "m", 1_000) == 99
