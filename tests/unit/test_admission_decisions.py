@@ -447,7 +447,7 @@ def test_expects_what_the_tenant_got_before(driver: Driver) -> None:
     driver.send(driver.request(max_tokens=500))
     assert 36 <= driver.dispatches[-1].dispatch.expected_output_tokens <= 44
     driver.send(driver.request(max_tokens=500, attempt=2, output_token_ids=[1] * 30))
-    assert driver.dispatches[-1].dispatch.expected_output_tokens == 10
+    assert driver.dispatches[-1].dispatch.expected_output_tokens in range(6, 15)
 
 
 def test_decisions_are_logged_with_what_they_saw(driver: Driver) -> None:
