@@ -109,6 +109,7 @@ class FleetView:
         if member is None or heartbeat.epoch > member.epoch:
             self._members[key] = Member(*key, heartbeat.epoch, now, heartbeat)
         elif heartbeat.epoch == member.epoch:
+            _keep_sketch(member.heartbeat, heartbeat)
             member.last_ms, member.heartbeat = now, heartbeat
 
     def on_event(self, event: FleetEvent, offset: int) -> None:
@@ -175,6 +176,12 @@ class FleetView:
         """The highest epoch seen in a slot."""
         member = self._members.get((role, slot))
         return None if member is None else member.epoch
+
+
+def _keep_sketch(old: Heartbeat | None, new: Heartbeat) -> None:
+    # A worker sends it once in a while: what it said last holds until then.
+    if old is not None and old.worker is not None and new.worker is not None and not new.worker.prefix_sketch:
+        new.worker.prefix_sketch = old.worker.prefix_sketch
 
 
 def _canary(member: Member) -> str | None:

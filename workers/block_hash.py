@@ -42,6 +42,15 @@ class BlockHasher:
         self._template = blake2b(digest_size=_DIGEST_BYTES, person=b"headrace-block")
         self.root = lru_cache(maxsize=_MAX_ROOTS)(self._root)
 
+    @property
+    def is_shared(self) -> bool:
+        """Everybody's blocks can be found by everybody."""
+        return not self._salted
+
+    def salt(self, tenant: str) -> str:
+        """What keeps a tenant's blocks apart: its name, or nothing where all share."""
+        return tenant if self._salted else ""
+
     def extend(
         self, hashes: list[bytes], token_ids: Sequence[int], tenant: str = "", adapter: str = ""
     ) -> None:
@@ -55,7 +64,7 @@ class BlockHasher:
             packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
         except struct.error as error:
             raise ValueError(f"token ids must be in 0 … {_MAX_TOKEN_ID}: {error}") from error
-        parent = hashes[-1] if hashes else self.root(tenant if self._salted else "", adapter)
+        parent = hashes[-1] if hashes else self.root(self.salt(tenant), adapter)
         num_bytes = 4 * self.block_size
         for start in range(0, len(packed), num_bytes):
             block = self._template.copy()

@@ -62,6 +62,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def is_cached(self, block_hash: bytes) -> bool:
+        """Whether a block can be found under the hash."""
+        return block_hash in self._cached
+
     def num_free_among(self, blocks: Iterable[int]) -> int:
         """How many of the distinct `blocks` are free."""
         ref_cnt = self._ref_cnt

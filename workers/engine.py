@@ -18,6 +18,8 @@ from workers.scheduler_config import SchedulerConfig
 
 _NONE_BLOCKED: frozenset[int] = frozenset()
 _STATS_INTERVAL_S = 0.02
+# A look at all prefix keys takes up to 0.3 ms, which no step should have.
+PREFIX_KEYS_INTERVAL_S = 1.0
 # Results that may wait to be taken: enough to ride out a busy event loop, few enough that an engine with
 # short steps does not run far ahead of it.
 _MAX_RESULTS = 16
@@ -131,6 +133,9 @@ class EngineThread:
         self._read_offsets = [0] * len(PriorityClass)
         self._predicted_s = 0.0
         self._stats_at = float("-inf")
+        self._keys_at = float("-inf")
+        self._keys_num_notes = 0
+        self._prefix_keys: tuple[int, ...] | None = None
         self._stats = self._look()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -240,6 +245,15 @@ class EngineThread:
             engine.host_pool,
         )
         meter = scheduler.meter
+        now = self._clock()
+        index = kv.prefix_index
+        # Who goes to sleep tells what it learned last: there may be no other look for long.
+        if index is not None and (
+            now - self._keys_at >= PREFIX_KEYS_INTERVAL_S
+            or (not scheduler.has_requests and index.num_notes != self._keys_num_notes)
+        ):
+            self._keys_at, self._keys_num_notes = now, index.num_notes
+            self._prefix_keys = index.keys()
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting_by_class(),
@@ -258,4 +272,5 @@ class EngineThread:
             prefill_tokens_per_s=meter.prefill_tokens_per_s,
             decode_tokens_per_s=meter.decode_tokens_per_s,
             read_offsets=tuple(self._read_offsets),
+            prefix_keys=self._prefix_keys,
         )

@@ -35,6 +35,7 @@ class EngineStats:
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     read_offsets: tuple[int, ...] = (0, 0, 0)
+    prefix_keys: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)

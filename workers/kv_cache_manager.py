@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from workers.block_hash import BlockHasher
 from workers.block_pool import BLOCK_SIZE, BlockPool
+from workers.prefix_index import PrefixIndex
 from workers.request import Request
 
 
@@ -12,7 +13,7 @@ class KVCacheManager:
 
     Only full, computed blocks are ever found by others, so nobody writes to a block that is shared: what a
     request adds goes to blocks of its own. `hasher` None: nothing is found again. `host_pool` None: nothing
-    is swapped.
+    is swapped. `prefix_index` knows what the fleet is told of the cache, None without a hasher.
 
     `prefix_cache_queries` counts the tokens of all requests at their first admission,
     `prefix_cache_hits` those of them that the cache held.
@@ -29,6 +30,7 @@ class KVCacheManager:
         self.host_pool = host_pool
         self.hasher = hasher
         self.block_size = pool.block_size
+        self.prefix_index = None if hasher is None else PrefixIndex(pool, hasher)
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         # Host blocks that the step which is now being planned, or computed, copies from.
@@ -80,6 +82,8 @@ class KVCacheManager:
             self.prefix_cache_queries += request.num_tokens
             self.prefix_cache_hits += num_tokens
         self.pool.share(cached)
+        if cached and self.prefix_index is not None:
+            self.prefix_index.note(request, 0, len(cached))
         request.block_table = cached
         request.num_computed_tokens = num_tokens
         request.num_registered_blocks = len(cached)
@@ -101,11 +105,12 @@ class KVCacheManager:
         """Lets others find the full blocks up to `num_computed_tokens`. To be called when a step is over."""
         num_full = request.num_computed_tokens // self.block_size
         known = request.num_registered_blocks
-        if num_full <= known or self.hasher is None:
+        if num_full <= known or self.prefix_index is None:
             return
         hashes = self._hashes(request, num_full)
         self.pool.cache(request.block_table[known:num_full], hashes[known:num_full])
         request.num_registered_blocks = num_full
+        self.prefix_index.note(request, known, num_full)
 
     def free(self, request: Request) -> None:
         """Takes all blocks back, on the device and on the host. What was found by others stays findable.

@@ -20,6 +20,7 @@ from workers.outbox import Outbox
 from workers.preparation import Preparation
 from workers.request import RequestOutput
 from workers.runners import LoadedEngine
+from workers.sketch_beat import SketchBeat
 from workers.text_rules import TextRules
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Serving:
         self._on_dead_letter = on_dead_letter
         self._on_canary_failed = on_canary_failed
         self._silenced = False
+        self._sketch_beat = SketchBeat()
         self._preparation = Preparation(text_rules, thread.add, self._end_unrun)
 
     def close(self) -> None:
@@ -162,7 +164,10 @@ class Serving:
         self._outbox.send_signs_of_life(silent)
 
     def status(self) -> WorkerStatus:
+        """For a heartbeat that is sent."""
         stats, loaded, now = self._thread.stats, self._loaded, time.monotonic()
+        hasher = loaded.engine.kv_cache_manager.hasher
+        shared = hasher is not None and hasher.is_shared
         return WorkerStatus(
             model=loaded.spec.id,
             max_model_len=loaded.max_model_len,
@@ -180,6 +185,7 @@ class Serving:
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_tokens_per_s=stats.decode_tokens_per_s,
             canary=self._watch.status(now),
+            prefix_sketch=self._sketch_beat.sketch(stats.prefix_keys, shared=shared, now=now),
         )
 
     def _note_admitted(self, result: StepResult) -> None:

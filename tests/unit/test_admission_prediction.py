@@ -52,7 +52,7 @@ def test_what_was_long_ago_fades() -> None:
 
 
 def test_expects_the_tenants_quantile_then_the_models_then_a_guess() -> None:
-    predictor = OutputPredictor(quantile=0.7)
+    predictor = OutputPredictor(quantile=0.9)
     assert predictor.expect("a", "m", 1_000) == FIRST_GUESS
     assert predictor.expect("a", "m", 16) == 16
     for _ in range(MIN_ANSWERS):
