@@ -170,5 +170,26 @@ def models(
     Console().print(table)
 
 
+@app.command()
+def simulate(
+    scenario: Annotated[Path, typer.Argument(help="A scenario: see infra/simulator/scenarios.")],
+    picture: Annotated[Path | None, typer.Option(help="Also draw the figures over time: a PNG file.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Other random numbers than the scenario's.")] = None,
+    step: Annotated[bool, typer.Option("--step", help="Take each decode step by itself: slower.")] = False,
+) -> None:
+    """Run a fleet in virtual time: the shipped decisions on simulated GPUs. Figures are JSON, last line."""
+    # numpy and the engine's decisions are not needed by the other commands.
+    from infra.simulator.command import simulate as run_scenario
+
+    try:
+        print(run_scenario(scenario, leap=not step, seed=seed, picture=picture, report=_say))
+    except (ValueError, OSError) as e:
+        raise fail(str(e)) from None
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
 if __name__ == "__main__":
     app()

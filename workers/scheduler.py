@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Set, ValuesView
 
 from schemas.priority import PriorityClass
 from workers.batch import (
@@ -53,15 +53,15 @@ class Scheduler:
         self._stopping = Stopping(eos_token_ids)
         self._requests: dict[bytes, Request] = {}
         self._waiting = WaitingQueue()
-        self._budget = KVBudget(kv_cache_manager, self.running, config.batch_watermark)
+        self.budget = KVBudget(kv_cache_manager, self.running, config.batch_watermark)
         self._preemption = Preemption(
-            kv_cache_manager, self.running, self._waiting, self._budget, self.meter, swap_cost
+            kv_cache_manager, self.running, self._waiting, self.budget, self.meter, swap_cost
         )
         self._prompts = PromptScheduler(
             kv_cache_manager,
             self.running,
             self._waiting,
-            self._budget,
+            self.budget,
             self._preemption,
             config.max_num_seqs,
         )
@@ -100,6 +100,11 @@ class Scheduler:
     @property
     def has_requests(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def requests(self) -> ValuesView[Request]:
+        """All that were added and have not ended, as they were added."""
+        return self._requests.values()
 
     def add_request(self, request: Request) -> list[RequestOutput]:
         """Queues a request and returns the ends that this causes.
@@ -189,7 +194,7 @@ class Scheduler:
             if output is not None:
                 if output.finish_reason is not None:
                     if output.finish_reason is not FinishReason.ERROR:
-                        self._budget.lengths.on_end(request)
+                        self.budget.lengths.on_end(request)
                     self._end(request, output.finish_reason)
                 outputs.append(output)
         return outputs

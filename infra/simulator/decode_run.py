@@ -1,0 +1,213 @@
+"""Leaps: many decode steps at once, while nothing but decoding can happen in an engine.
+
+As long as every request in an engine is a running one that lacks its next token, each step schedules all of
+them for one token. Then what a step costs is known in closed form, blocks are due at known steps, and ends
+come at known steps. A `DecodeRun` plans such steps without touching any request, carries out as many of them
+as came to pass, and leaves the scheduler as the same number of `schedule` and `update_from_output` would:
+it makes the same calls to pools, budget, step-time model and meter, in the same order.
+
+Not planned are steps that would preempt, or that the inter-token target would hold a lower class back in.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from schemas.priority import PriorityClass
+from workers.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
+from workers.request import FinishReason, Request
+from workers.roofline import Roofline
+from workers.scheduler import Scheduler
+
+# Relative. The scheduler adds up what a step takes sequence by sequence; in closed form the last bits differ.
+_CLOSE_CALL = 1e-9
+# A plan that is cut short was made for nothing.
+_MAX_PLANNED = 256
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A running request. `end` is the step that gives its last token; up to `synced` it has its tokens."""
+
+    request: Request
+    index: int
+    end: int
+    sequence: ScheduledSequence
+    synced: int = 0
+
+
+class DecodeRun:
+    """One stretch of decoding. Steps are counted from 1 on; `num_done` of them were carried out.
+
+    `ends` are the times at which the planned steps end, in seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        roofline: Roofline,
+        num_left: Callable[[Request], int],
+        token_id: int,
+        last_token_id: int,
+    ) -> None:
+        """Of all that runs in `scheduler`; `can_run` must hold. `num_left(request)` tokens are to come of a
+        request, `last_token_id` is the last of them, the others are `token_id`."""
+        self.num_done = 0
+        self.ends: list[float] = []
+        self._seconds: list[float] = []
+        self._scheduler = scheduler
+        self._kv = scheduler.kv_cache_manager
+        self._roofline = roofline
+        self._token_id, self._last_token_id = token_id, last_token_id
+        self._buckets: list[list[_Member]] = [[] for _ in range(self._kv.block_size)]
+        self._num_by_class = [0] * len(PriorityClass)
+        self._members: list[_Member] = []
+        self._num_context_tokens = 0
+        block_size = self._kv.block_size
+        for index, request in enumerate(scheduler.running):
+            sequence = ScheduledSequence(request, 1, True)
+            member = _Member(request, index, num_left(request), sequence)
+            self._members.append(member)
+            self._num_context_tokens += request.num_computed_tokens
+            num_slots_left = len(request.block_table) * block_size - request.num_computed_tokens
+            self._buckets[(num_slots_left + 1) % block_size].append(member)
+            self._num_by_class[request.priority] += 1
+        self._by_end = sorted(self._members, key=lambda m: (m.end, m.index), reverse=True)
+        num = len(self._members)
+        self._batch = SchedulerOutput([m.sequence for m in self._members], total_num_scheduled_tokens=num)
+
+    @staticmethod
+    def can_run(scheduler: Scheduler) -> bool:
+        """Whether all requests are running ones that lack one token, and no block is held beyond the next."""
+        if scheduler.num_waiting or not scheduler.num_running:
+            return False
+        block_size = scheduler.kv_cache_manager.block_size
+        for request in scheduler.running:
+            num_computed = request.num_computed_tokens
+            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+            if num_tokens - num_computed != 1:
+                return False
+            if not 0 <= len(request.block_table) * block_size - num_computed < block_size:
+                return False
+        return True
+
+    @property
+    def num_by_class(self) -> list[int]:
+        """Requests that run, by class."""
+        return self._num_by_class
+
+    def positions(self) -> list[tuple[Request, int]]:
+        """Each request that runs, and the output position of its next token."""
+        done = self.num_done
+        return [(m.request, len(m.request.output_token_ids) + done - m.synced) for m in self._members]
+
+    def plan(self, now: float) -> bool:
+        """Plans steps from `now` on, up to the next end of a request. False if not even one goes so."""
+        num_seqs = len(self._members)
+        if not num_seqs:
+            return False
+        step, last = self.num_done, min(self._by_end[-1].end, self.num_done + _MAX_PLANNED)
+        if self._is_timed():
+            if not self._is_in_time():
+                return False
+            last = step + 1
+        sizes = [len(bucket) for bucket in self._buckets]
+        block_size, free = self._kv.block_size, self._kv.num_free_blocks
+        context, at = self._num_context_tokens, now
+        seconds_of = self._roofline.decode_seconds(num_seqs)
+        while step < last:
+            step += 1
+            free -= sizes[step % block_size]
+            if free < 0:
+                break
+            context += num_seqs
+            seconds = seconds_of(context)
+            at += seconds
+            self._seconds.append(seconds)
+            self.ends.append(at)
+        return bool(self.ends)
+
+    def cut(self, now: float) -> None:
+        """Something comes at `now`: the step that is being computed is the last one of the plan."""
+        num_kept = bisect_right(self.ends, now) + 1
+        del self.ends[num_kept:], self._seconds[num_kept:]
+
+    def carry_out(self, num_steps: int) -> list[Request]:
+        """The first `num_steps` of the plan. Returns the requests that ended with the last of them."""
+        num_seqs, batch, observe = len(self._members), self._batch, self._scheduler.observe
+        block_size, buckets = self._kv.block_size, self._buckets
+        step, context = self.num_done, self._num_context_tokens
+        for seconds in self._seconds[:num_steps]:
+            step += 1
+            context += num_seqs
+            for member in buckets[step % block_size]:
+                self._grow(member, step)
+            batch.num_context_tokens = context
+            observe(batch, seconds)
+        self.num_done, self._num_context_tokens = step, context
+        del self.ends[:num_steps], self._seconds[:num_steps]
+        ended: list[Request] = []
+        while self._by_end and self._by_end[-1].end == step:
+            ended.append(self._end(self._by_end.pop()))
+        return ended
+
+    def close(self) -> None:
+        """Brings every request up to date, for the scheduler to go on with."""
+        for member in self._members:
+            self._sync(member, self.num_done)
+            self._cache(member.request)
+
+    def _is_timed(self) -> bool:
+        interactive, *lower = self._num_by_class
+        return self._scheduler.config.inter_token_target_ms > 0 and interactive > 0 and any(lower)
+
+    def _is_in_time(self) -> bool:
+        """Whether the inter-token target lets all of the lower classes go along."""
+        num_seqs, time = len(self._members), self._scheduler.step_time
+        if num_seqs > time.max_num_seqs:
+            return False
+        limit = time.line_for(self._scheduler.config.inter_token_target_ms / 1000, False)
+        return time.line(num_seqs, 0, self._num_context_tokens + num_seqs) < limit * (1 - _CLOSE_CALL)
+
+    def _grow(self, member: _Member, step: int) -> None:
+        """Gives the member the block that it needs in this step."""
+        self._sync(member, step - 1)
+        request = member.request
+        num_held = len(request.block_table)
+        if not self._kv.allocate_slots(request, 1):
+            raise RuntimeError("a planned step lacks a block")
+        self._scheduler.budget.on_allocated(request, len(request.block_table) - num_held)
+
+    def _sync(self, member: _Member, step: int) -> None:
+        num_tokens = step - member.synced
+        if num_tokens <= 0:
+            return
+        member.synced = step
+        request = member.request
+        request.num_computed_tokens += num_tokens
+        request.output_token_ids.extend([self._token_id] * num_tokens)
+
+    def _cache(self, request: Request) -> None:
+        # As late as it can be: nobody looks for blocks while the run lasts, and many at once cost less.
+        if self._kv.hasher is not None:
+            self._kv.cache_computed(request)
+
+    def _end(self, member: _Member) -> Request:
+        request, step = member.request, member.end
+        self._sync(member, step - 1)
+        self._cache(request)
+        # The last token is one that the scheduler takes itself: it books the end.
+        sampled = RunnerOutput([self._last_token_id])
+        (output,) = self._scheduler.update_from_output(SchedulerOutput([member.sequence]), sampled)
+        if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            raise RuntimeError(f"request {request.request_id.hex()} was to end with this token")
+        self._members.remove(member)
+        self._batch.scheduled.remove(member.sequence)
+        self._batch.total_num_scheduled_tokens -= 1
+        self._num_by_class[request.priority] -= 1
+        # Context tokens of a request that has ended are of no step to come: prompt and output but the last.
+        self._num_context_tokens -= request.num_tokens - 1
+        for bucket in self._buckets:
+            if member in bucket:
+                bucket.remove(member)
+        return request

@@ -1,0 +1,217 @@
+"""A scenario: a fleet, who asks it for what, and what goes wrong. Times in seconds unless named otherwise.
+
+Errors name the field, as `$.fleet[0].gpu`. The settings of an engine and of admission have the names and the
+defaults that the services have.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from workers.config import WorkerConfig
+from workers.roofline import DEVICES, MODELS, DType, Roofline
+from workers.scheduler_config import SchedulerConfig
+
+Count = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+class Lognormal(Struct, forbid_unknown_fields=True, frozen=True):
+    median: Positive
+    sigma: Annotated[float, Meta(ge=0)]
+
+
+class Lengths(Struct, forbid_unknown_fields=True, frozen=True):
+    """One of the kinds. `histogram`: (longest of the bin, weight), ascending; uniform within a bin."""
+
+    fixed: Count | None = None
+    lognormal: Lognormal | None = None
+    histogram: Annotated[list[tuple[Count, Annotated[float, Meta(ge=0)]]], Meta(min_length=1)] | None = None
+    least: Count = 1
+    most: Count = 1 << 20
+
+
+class Model(Struct, forbid_unknown_fields=True, frozen=True):
+    """`shape` is one of the roofline's."""
+
+    shape: str
+    weight_dtype: DType = DType.FP8
+    kv_dtype: DType = DType.BF16
+    compute_dtype: DType = DType.BF16
+    max_model_len: Count = 32_768
+
+
+class Workers(Struct, forbid_unknown_fields=True, frozen=True):
+    """`count` workers, each on `tensor_parallel` GPUs of which it has `memory_share`. Slots are in order."""
+
+    model: str
+    gpu: str
+    count: Count = 1
+    tensor_parallel: Count = 1
+    memory_share: Share = 0.9
+    max_num_seqs: Count = WorkerConfig.max_num_seqs
+    max_num_batched_tokens: Count = WorkerConfig.max_num_batched_tokens
+    max_prefill_chunk: Count = WorkerConfig.max_prefill_chunk
+    inter_token_target_ms: Seconds = WorkerConfig.inter_token_target_ms
+    batch_watermark: float = WorkerConfig.batch_watermark
+    hold_batch_in_prefill: bool = WorkerConfig.hold_batch_in_prefill
+    prefix_caching: str = WorkerConfig.prefix_caching
+    swap_memory_mib: Annotated[int, Meta(ge=0)] = WorkerConfig.swap_memory_mib
+
+
+class Limits(Struct, forbid_unknown_fields=True, frozen=True):
+    """In each class; None is unlimited."""
+
+    tokens_per_minute: Count | None = None
+    requests_per_minute: Count | None = None
+    max_concurrent_requests: Count | None = None
+    max_enqueued_tokens: Count | None = None
+
+
+class TenantPlan(Struct, forbid_unknown_fields=True, frozen=True):
+    weight: Positive = 1.0
+    tier: str = "interactive"
+    limits: Limits = Limits()
+
+
+class Spike(Struct, forbid_unknown_fields=True, frozen=True):
+    """Between `at` and `until` arrivals are `times` as many."""
+
+    at: Seconds
+    until: Positive
+    times: Annotated[float, Meta(ge=0)]
+
+
+class Waves(Struct, forbid_unknown_fields=True, frozen=True):
+    """A sine from `low` (share of the rate) up to the whole rate and back every `period`."""
+
+    period: Positive
+    low: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+
+class Bursts(Struct, forbid_unknown_fields=True, frozen=True):
+    """`size` requests at one time, every `every`, from the first `every` on."""
+
+    every: Positive
+    size: Count
+
+
+class Prefixes(Struct, forbid_unknown_fields=True, frozen=True):
+    """`count` system prompts of `tokens` each; the k-th most popular is drawn in proportion to k ** -zipf."""
+
+    tokens: Count
+    count: Count = 1
+    zipf: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class Traffic(Struct, forbid_unknown_fields=True, frozen=True):
+    """Requests of one kind. `rate` a second (Poisson), or those of `trace`, a file beside the scenario with
+    lines of JSON: {"at": …, "prompt": …, "output": …}.
+
+    `output` is when the model ends by itself; `max_tokens` None: it is what the request asks for, exactly.
+    Served well is what meets `target_ttft_ms` and, over its output, `target_itl_ms`; None: whatever ends.
+    `prefixes` are the head of the prompt, whose length is `prompt` and at least one token more than that.
+    """
+
+    model: str
+    tenants: Annotated[dict[str, Positive], Meta(min_length=1)]
+    rate: Annotated[float, Meta(ge=0)] = 0.0
+    trace: str | None = None
+    prompt: Lengths | None = None
+    output: Lengths | None = None
+    max_tokens: Count | None = None
+    priority: str = "interactive"
+    start_ms: Count | None = None
+    end_ms: Count = 600_000
+    target_ttft_ms: Positive | None = None
+    target_itl_ms: Positive | None = None
+    from_s: Seconds = 0.0
+    spikes: list[Spike] = []
+    waves: Waves | None = None
+    bursts: Bursts | None = None
+    prefixes: Prefixes | None = None
+
+
+class BatchBacklog(Struct, forbid_unknown_fields=True, frozen=True):
+    """A batch of `requests`, there from `at` on; its coordinator keeps at most `window` of them open."""
+
+    model: str
+    tenant: str
+    requests: Count
+    prompt: Lengths
+    output: Lengths
+    window: Count = 256
+    at: Seconds = 0.0
+
+
+class Failure(Struct, forbid_unknown_fields=True, frozen=True):
+    """`silent`: the host vanishes; else the process dies and its parent says so at once."""
+
+    at: Seconds
+    slot: Annotated[int, Meta(ge=0)]
+    back_at: Seconds | None = None
+    silent: bool = False
+
+
+class Delays(Struct, forbid_unknown_fields=True, frozen=True):
+    """Of a record from its writer to its reader, and how long a heartbeat waits to be read in a batch."""
+
+    hop_ms: Positive = 3.0
+    heartbeat_read_ms: Positive = 50.0
+
+
+class Policy(Struct, forbid_unknown_fields=True, frozen=True):
+    """Settings of admission, as in streams/admission/config.py."""
+
+    max_queued_requests: Count = 10_000
+    max_queued_tokens: Count = 20_000_000
+    no_worker_wait_ms: Count = 10_000
+
+
+class Scenario(Struct, forbid_unknown_fields=True, frozen=True):
+    """Requests arrive for `duration`; those of the first `warm_up` are served but not measured."""
+
+    duration: Positive
+    models: Annotated[dict[str, Model], Meta(min_length=1)]
+    fleet: Annotated[list[Workers], Meta(min_length=1)]
+    tenants: Annotated[dict[str, TenantPlan], Meta(min_length=1)]
+    traffic: dict[str, Traffic] = {}
+    backlogs: dict[str, BatchBacklog] = {}
+    failures: list[Failure] = []
+    delays: Delays = Delays()
+    policy: Policy = Policy()
+    seed: int = 0
+    warm_up: Seconds = 0.0
+    description: str = ""
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(workers.count * workers.tensor_parallel for workers in self.fleet)
+
+
+def roofline(model: Model, workers: Workers) -> Roofline:
+    """Raises ValueError when the model does not fit."""
+    return Roofline(
+        DEVICES[workers.gpu],
+        MODELS[model.shape],
+        workers.tensor_parallel,
+        model.weight_dtype,
+        model.kv_dtype,
+        model.compute_dtype,
+        memory_share=workers.memory_share,
+    )
+
+
+def scheduler_config(model: Model, workers: Workers) -> SchedulerConfig:
+    """Raises ValueError for limits that no engine takes."""
+    return SchedulerConfig(
+        max_model_len=model.max_model_len,
+        max_num_seqs=workers.max_num_seqs,
+        max_num_batched_tokens=workers.max_num_batched_tokens,
+        max_prefill_chunk=workers.max_prefill_chunk,
+        inter_token_target_ms=workers.inter_token_target_ms,
+        batch_watermark=workers.batch_watermark,
+        hold_batch_in_prefill=workers.hold_batch_in_prefill,
+    )

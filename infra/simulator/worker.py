@@ -1,0 +1,294 @@
+"""A worker in virtual time: the shipped scheduler and block pool on a roofline's step times.
+
+It is driven by events: `dispatch` hands a request over, `on_step_end` comes when the step, or the last step
+of the leap, that it announced to `call_at` is over. In between its heartbeat tells how it was when the last
+step ended, as the engine thread does.
+"""
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from infra.simulator.decode_run import DecodeRun
+from infra.simulator.measures import Flight, Measures
+from infra.simulator.scenario import Model, Workers, roofline, scheduler_config
+from schemas.priority import PriorityClass
+from schemas.records import Dispatch, WorkerStatus
+from workers.batch import RunnerOutput, SchedulerOutput
+from workers.block_hash import BlockHasher, PrefixSharing
+from workers.kv_cache_manager import make_kv_cache_manager
+from workers.preemption import SwapCost
+from workers.request import FinishReason, Request, RequestOutput
+from workers.request_factory import make_request
+from workers.scheduler import Scheduler
+from workers.simulated_runner import SimulatedRunner
+
+TOKEN_ID, EOS_TOKEN_ID = 2, 1
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request ended here: `flight` had `num_cached_tokens` of its prompt found."""
+
+    flight: Flight
+    request: Request
+    reason: FinishReason
+    error: str
+
+
+class SimulatedWorker:
+    """One run of one worker. `call_at(time)` asks for `on_step_end` then; a later call replaces it.
+
+    `on_ended` is told what ended, at the time when it did. With `leap`, steps that only decode are collapsed.
+    """
+
+    def __init__(
+        self,
+        slot: int,
+        epoch: int,
+        model: Model,
+        workers: Workers,
+        measures: Measures,
+        call_at: Callable[["SimulatedWorker", float], None],
+        on_ended: Callable[["SimulatedWorker", list[Ended], float], None],
+        *,
+        leap: bool,
+    ) -> None:
+        self.slot, self.epoch = slot, epoch
+        self.next_event_at = float("inf")
+        self.roofline = roofline(model, workers)
+        self._model, self._workers = model, workers
+        self._measures = measures
+        self._gaps = measures.gaps_of(workers.model)
+        self._call_at, self._on_ended = call_at, on_ended
+        self._leap = leap
+        config = scheduler_config(model, workers)
+        self._runner = SimulatedRunner(vocab_size=TOKEN_ID + 1, roofline=self.roofline)
+        num_host_blocks = workers.swap_memory_mib * _MIB // self.roofline.bytes_per_block
+        hasher = (
+            None
+            if workers.prefix_caching == "off"
+            else BlockHasher(workers.model, "simulated", PrefixSharing(workers.prefix_caching))
+        )
+        kv = make_kv_cache_manager(self.roofline.num_blocks, num_host_blocks=num_host_blocks, hasher=hasher)
+        swap_cost = (
+            SwapCost(self.roofline.bytes_per_block, self.roofline.swap_bytes_per_s)
+            if num_host_blocks
+            else None
+        )
+        self.scheduler = Scheduler(config, kv, frozenset({EOS_TOKEN_ID}), swap_cost)
+        self._inbox: deque[tuple[Request, int]] = deque()
+        self._flights: dict[bytes, Flight] = {}
+        self._read_offsets = [0] * len(PriorityClass)
+        self._step: tuple[SchedulerOutput, float] | None = None
+        self._run: DecodeRun | None = None
+        self._run_at = 0.0
+        self._look = self._see()
+
+    # Events
+
+    def dispatch(self, dispatch: Dispatch, flight: Flight, offset: int, now: float) -> None:
+        """A dispatch that was read from `offset` of its mailbox partition."""
+        request = make_request(dispatch, is_valid=True)
+        self._flights[request.request_id] = flight
+        self._inbox.append((request, offset))
+        if self._run is not None:
+            self._run.cut(now)
+            self._announce(self._run.ends[-1])
+        elif self._step is None:
+            self._begin(now)
+
+    def on_step_end(self, now: float) -> None:
+        self.next_event_at = float("inf")
+        if self._run is not None:
+            self._carry_out(len(self._run.ends), now)
+        elif self._step is not None:
+            batch, seconds = self._step
+            self._step = None
+            tokens = [self._next_token(s.request) if s.samples else None for s in batch.scheduled]
+            outputs = self.scheduler.update_from_output(batch, RunnerOutput(tokens))
+            self.scheduler.observe(batch, seconds)
+            self._measures.num_steps += 1
+            self._tell(outputs, now)
+        self._begin(now)
+
+    def status(self, now: float) -> WorkerStatus:
+        """What its heartbeat says."""
+        if self._run is not None and (num_over := bisect_right(self._run.ends, now)):
+            # The last one may end requests: that is for `on_step_end`, at its own time.
+            self._carry_out(min(num_over, len(self._run.ends) - 1), now)
+        num_running, num_waiting, num_free = self._see() if self._run is not None else self._look
+        pool, meter = self.scheduler.kv_cache_manager.pool, self.scheduler.meter
+        return WorkerStatus(
+            model=self._workers.model,
+            max_model_len=self._model.max_model_len,
+            draining=False,
+            num_blocks=pool.num_blocks,
+            free_blocks=num_free,
+            block_size=pool.block_size,
+            max_num_seqs=self._workers.max_num_seqs,
+            num_running=num_running,
+            num_waiting=list(num_waiting),
+            queued_prefill_tokens=num_running if self._run else self.scheduler.num_uncomputed_tokens(),
+            mailbox_offsets=list(self._read_offsets),
+            step_age_ms=0,
+            step_time_ms=meter.step_s * 1000,
+            prefill_tokens_per_s=meter.prefill_tokens_per_s,
+            decode_tokens_per_s=meter.decode_tokens_per_s,
+            canary="ok",
+        )
+
+    def die(self, now: float) -> list[tuple[Request, list[int]]]:
+        """Ends this run; the requests that were here, each with its output so far."""
+        self.finish(now)
+        here = [*self.scheduler.requests, *(request for request, _ in self._inbox)]
+        return [(request, list(request.output_token_ids)) for request in here]
+
+    def finish(self, now: float) -> None:
+        """Nothing comes any more; brings all that is measured up to date."""
+        if self._run is not None:
+            self._carry_out(min(bisect_right(self._run.ends, now), len(self._run.ends) - 1), now)
+            self._close_run()
+        kv = self.scheduler.kv_cache_manager
+        self._measures.num_prefix_queries += kv.prefix_cache_queries
+        self._measures.num_prefix_hits += kv.prefix_cache_hits
+
+    # Inside
+
+    def _begin(self, now: float) -> None:
+        """The next step, or leap, if there is anything to do."""
+        if self._run is not None:
+            if not self._inbox and self._go_on(now):
+                return
+            self._close_run()
+        self._take_inbox(now)
+        while True:
+            if self._leap and self._can_leap(now):
+                self._run = DecodeRun(self.scheduler, self.roofline, self._num_left, TOKEN_ID, EOS_TOKEN_ID)
+                self._run_at = now
+                if self._go_on(now):
+                    return
+                self._run = None
+            self._look = self._see()
+            batch = self.scheduler.schedule()
+            self._measures.num_preemptions += len(batch.preempted)
+            if batch.scheduled or batch.swap_out or batch.swap_in:
+                break
+            if not batch.preempted:
+                return
+        seconds = self._runner.step_seconds(batch)
+        self._step = batch, seconds
+        self._announce(now + seconds)
+
+    def _can_leap(self, now: float) -> bool:
+        """Also, all had their last token now: else those that had to stand still have a gap of their own."""
+        flights = self._flights
+        return DecodeRun.can_run(self.scheduler) and all(
+            flights[request.request_id].last_token_at == now for request in self.scheduler.running
+        )
+
+    def _go_on(self, now: float) -> bool:
+        run = self._run
+        assert run is not None
+        if not run.plan(now):
+            return False
+        self._announce(run.ends[-1])
+        return True
+
+    def _carry_out(self, num_steps: int, now: float) -> None:
+        """The first `num_steps` planned ones of the leap; tells what ended with the last of them."""
+        run, measures = self._run, self._measures
+        assert run is not None
+        ends = run.ends[:num_steps]
+        if measures.token_log is not None:
+            for request, position in run.positions():
+                number = self._flights[request.request_id].number
+                measures.token_log += [(number, position + i, at) for i, at in enumerate(ends)]
+        last = self._run_at
+        for at in ends:
+            for gaps, num_seqs in zip(self._gaps, run.num_by_class, strict=True):
+                if num_seqs:
+                    gaps.add(at, at - last, num_seqs)
+            last = at
+        self._run_at = last
+        measures.num_steps += len(ends)
+        measures.num_steps_leapt += len(ends)
+        if ended := run.carry_out(num_steps):
+            for request in ended:
+                self._catch_up(request)
+            self._report([self._ended(request, request.finish_reason) for request in ended], now)
+
+    def _close_run(self) -> None:
+        run = self._run
+        assert run is not None
+        self._run = None
+        run.close()
+        for request in self.scheduler.running:
+            self._catch_up(request)
+
+    def _catch_up(self, request: Request) -> None:
+        """The flight of a request that was in the leap knows of its tokens."""
+        flight = self._flights[request.request_id]
+        flight.num_tokens, flight.last_token_at = len(request.output_token_ids), self._run_at
+
+    def _take_inbox(self, now: float) -> None:
+        inbox = self._inbox
+        while inbox:
+            request, offset = inbox.popleft()
+            self._read_offsets[request.priority] = offset + 1
+            self._tell(self.scheduler.add_request(request), now)
+
+    def _tell(self, outputs: list[RequestOutput], now: float) -> None:
+        flights, measures = self._flights, self._measures
+        token_log = measures.token_log
+        together: dict[tuple[PriorityClass, float], int] = {}
+        ended: list[Ended] = []
+        for output in outputs:
+            request = output.request
+            flight = flights[request.request_id]
+            if output.token_ids:
+                if flight.first_token_at is None:
+                    flight.first_token_at = now
+                else:
+                    key = request.priority, flight.last_token_at
+                    together[key] = together.get(key, 0) + 1
+                if token_log is not None:
+                    token_log.append((flight.number, flight.num_tokens, now))
+                flight.num_tokens += 1
+                flight.last_token_at = now
+            if output.finish_reason is not None:
+                ended.append(self._ended(request, output.finish_reason, output.error))
+        for (priority, last), num_seqs in together.items():
+            self._gaps[priority].add(now, now - last, num_seqs)
+        if ended:
+            self._report(ended, now)
+
+    def _report(self, ended: list[Ended], now: float) -> None:
+        for end in ended:
+            # A higher attempt may have come here meanwhile.
+            if end.reason is not FinishReason.SUPERSEDED:
+                del self._flights[end.request.request_id]
+        self._on_ended(self, ended, now)
+
+    def _ended(self, request: Request, reason: FinishReason | None, error: str = "") -> Ended:
+        assert reason is not None
+        return Ended(self._flights[request.request_id], request, reason, error)
+
+    def _next_token(self, request: Request) -> int:
+        return EOS_TOKEN_ID if self._num_left(request) == 1 else TOKEN_ID
+
+    def _num_left(self, request: Request) -> int:
+        """Tokens that are to come of the request."""
+        ends = min(self._flights[request.request_id].arrival.num_output_tokens, request.max_output_tokens)
+        return ends - len(request.output_token_ids)
+
+    def _see(self) -> tuple[int, tuple[int, ...], int]:
+        scheduler = self.scheduler
+        free = scheduler.kv_cache_manager.num_free_blocks
+        return scheduler.num_running, scheduler.num_waiting_by_class(), free
+
+    def _announce(self, at: float) -> None:
+        self.next_event_at = at
+        self._call_at(self, at)

@@ -1,0 +1,135 @@
+"""Leaping is stepping: the same tokens at the same times, and the same decisions."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infra.simulator.measures import Measures
+from infra.simulator.scenario import Scenario
+from infra.simulator.scenario_file import parse_scenario
+from infra.simulator.simulation import Simulation
+
+# HBM so small that blocks run out: 8b in FP8 leaves 8 GB x share - 8 GB for KV.
+_SCARCE, _AMPLE = 0.102, 0.9
+
+
+def scenario(plan: dict[str, Any]) -> Scenario:
+    return parse_scenario(msgspec.yaml.encode(plan), "test", Path())
+
+
+def outcome(plan: dict[str, Any], *, leap: bool) -> Measures:
+    return Simulation(scenario(plan), Path(), leap=leap, log_all=True).run()
+
+
+def assert_equal(stepped: Measures, leapt: Measures) -> None:
+    def tokens(measures: Measures) -> list[tuple[int, int, float]]:
+        assert measures.token_log is not None
+        return sorted(measures.token_log)
+
+    assert leapt.decisions == stepped.decisions
+    assert [entry[:2] for entry in tokens(leapt)] == [entry[:2] for entry in tokens(stepped)]
+    assert [entry[2] for entry in tokens(leapt)] == pytest.approx(
+        [entry[2] for entry in tokens(stepped)], abs=1e-9
+    )
+    assert leapt.num_steps == stepped.num_steps
+    assert leapt.num_preemptions == stepped.num_preemptions
+    assert (leapt.num_prefix_hits, leapt.num_prefix_queries) == (
+        stepped.num_prefix_hits,
+        stepped.num_prefix_queries,
+    )
+    assert leapt.num_retries == stepped.num_retries
+    for mine, other in zip(leapt.samples, stepped.samples, strict=True):
+        assert (mine.kv_use, mine.num_running, mine.num_queued) == (
+            other.kv_use,
+            other.num_running,
+            other.num_queued,
+        )
+    for log, same_log in zip(leapt.gaps["m"], stepped.gaps["m"], strict=True):
+        assert sum(log.count) == sum(same_log.count)
+    for one, same in zip(leapt.flights, stepped.flights, strict=True):
+        assert (one.slot, one.attempt, one.num_tokens, one.refused, one.failed) == (
+            same.slot,
+            same.attempt,
+            same.num_tokens,
+            same.refused,
+            same.failed,
+        )
+
+
+def lengths(most: int) -> st.SearchStrategy[dict[str, Any]]:
+    return st.one_of(
+        st.builds(lambda n: {"fixed": n}, st.integers(1, most)),
+        st.builds(
+            lambda median, sigma: {"lognormal": {"median": median, "sigma": sigma}, "most": 4 * most},
+            st.integers(1, most),
+            st.floats(0.1, 1.0),
+        ),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> dict[str, Any]:
+    """Fleets of one or two workers, with much or little memory, all classes, prefixes and failures."""
+    prefixes = (
+        {"tokens": draw(st.integers(16, 400)), "count": 3, "zipf": 1.0} if draw(st.booleans()) else None
+    )
+    traffic = {
+        priority: {
+            "model": "m",
+            "tenants": {"a": 1, "b": 3},
+            "rate": draw(st.floats(1.0, 30.0)),
+            "prompt": draw(lengths(1_500)),
+            "output": draw(lengths(120)),
+            "max_tokens": draw(st.sampled_from([None, 200])),
+            "priority": priority,
+            "prefixes": prefixes,
+            "start_ms": draw(st.sampled_from([None, 200, 2_000])),
+        }
+        for priority in draw(st.lists(st.sampled_from(["interactive", "free"]), min_size=1, unique=True))
+    }
+    backlogs = {}
+    if draw(st.booleans()):
+        backlogs["night"] = {
+            "model": "m",
+            "tenant": "a",
+            "requests": 60,
+            "window": draw(st.integers(1, 40)),
+            "prompt": draw(lengths(800)),
+            "output": draw(lengths(120)),
+        }
+    failures = []
+    if draw(st.booleans()):
+        failures.append(
+            {"at": draw(st.floats(0.5, 3.0)), "slot": 0, "silent": draw(st.booleans()), "back_at": 3.5}
+        )
+    return {
+        "duration": 4.0,
+        "seed": draw(st.integers(0, 1 << 30)),
+        "models": {"m": {"shape": "8b", "max_model_len": 8_192}},
+        "fleet": [
+            {
+                "model": "m",
+                "gpu": "h100",
+                "count": draw(st.integers(1, 2)),
+                "memory_share": draw(st.sampled_from([_SCARCE, _AMPLE])),
+                "max_num_seqs": draw(st.sampled_from([4, 16, 64])),
+                "inter_token_target_ms": draw(st.sampled_from([0.0, 6.0, 45.0])),
+                "swap_memory_mib": draw(st.sampled_from([0, 256])),
+                "prefix_caching": draw(st.sampled_from(["tenant", "shared", "off"])),
+            }
+        ],
+        "tenants": {"a": {}, "b": {"weight": 2.0, "limits": {"max_concurrent_requests": 30}}},
+        "traffic": traffic,
+        "backlogs": backlogs,
+        "failures": failures,
+    }
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plans())
+def test_leaping_gives_the_same_tokens_at_the_same_times_and_the_same_decisions(plan: dict[str, Any]) -> None:
+    assert_equal(outcome(plan, leap=False), outcome(plan, leap=True))
