@@ -68,14 +68,18 @@ class Cancellation:
 @dataclass(slots=True)
 class RestatedRequest:
     request_id: bytes
+    attempt: int
     tenant: str
     priority: int
-    reserved_tokens: int
+    input_tokens: int
+    output_tokens: int
     age_ms: int
+    end_ms: int
 
 
 @dataclass(slots=True)
 class Restate:
+    owner_role: str
     owner_slot: int
     owner_epoch: int
     takeover_offset: int
@@ -112,12 +116,21 @@ class Handoff:
 
 
 @dataclass(slots=True)
+class RateLimit:
+    name: str
+    limit: int
+    remaining: int
+    reset_ms: int
+
+
+@dataclass(slots=True)
 class Admitted:
     request_id: bytes
     attempt: int
     owner_epoch: int
     requests_partition: int
     requests_offset: int
+    rate_limits: list[RateLimit] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -130,6 +143,7 @@ class Dispatched:
     model: str
     requests_partition: int | None = None
     requests_offset: int | None = None
+    rate_limits: list[RateLimit] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -171,6 +185,7 @@ class Rejected:
     code: str
     message: str
     retry_after_ms: int | None = None
+    rate_limits: list[RateLimit] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -367,6 +382,9 @@ class ClassLimits:
     requests_per_minute: int | None = None
     max_concurrent_requests: int | None = None
     max_enqueued_tokens: int | None = None
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -377,6 +395,7 @@ class Tenant:
     limits: list[ClassLimits]
     weight: float = 1.0
     disabled: bool = False
+    allowed_models: list[str] | None = None
 
 
 @dataclass(slots=True)

@@ -13,6 +13,8 @@ from gateway.errors import is_anthropic
 from gateway.exchange import Exchange
 from gateway.serving import Serving
 from schemas.api.errors import ApiError, bad_field
+from schemas.api.tenant_rules import check_model
+from schemas.tenants import allows_model
 
 _DEFAULT_PAGE, _MAX_PAGE = 20, 1_000
 _DIGITS = re.compile(r"[0-9]{1,6}")
@@ -20,8 +22,8 @@ _DIGITS = re.compile(r"[0-9]{1,6}")
 
 async def list_models(serving: Serving, exchange: Exchange) -> None:
     serving.check_open()
-    await serving.authenticate(exchange.headers)
-    ids = sorted(serving.models)
+    tenant = await serving.authenticate(exchange.headers)
+    ids = [model_id for model_id in sorted(serving.models) if allows_model(tenant, model_id)]
     if is_anthropic(exchange):
         await exchange.respond(200, sse.to_json(_page(serving, exchange, ids)))
         return
@@ -31,10 +33,11 @@ async def list_models(serving: Serving, exchange: Exchange) -> None:
 
 async def get_model(serving: Serving, exchange: Exchange) -> None:
     serving.check_open()
-    await serving.authenticate(exchange.headers)
+    tenant = await serving.authenticate(exchange.headers)
     model_id: str = exchange.scope["path_params"]["model"]
     if model_id not in serving.models:
         raise ApiError(404, "model_not_found", f"model {model_id!r} does not exist", "model")
+    check_model(tenant, model_id)
     shape = _anthropic_model if is_anthropic(exchange) else _model
     await exchange.respond(200, sse.to_json(shape(serving, model_id)))
 

@@ -28,6 +28,7 @@ from schemas.api.choices import choice_request_id
 from schemas.api.errors import ApiError
 from schemas.api.messages import MessagesBody, prepare_messages
 from schemas.api.prepare import Body, Prepared, prepare
+from schemas.api.tenant_rules import sampling_for
 from schemas.api.tool_calls import parse_tool_calls
 from schemas.headers import TRACEPARENT
 from schemas.priority import PriorityClass
@@ -128,7 +129,7 @@ def traceparent(exchange: Exchange) -> str | None:
 def new_request(
     serving: Serving, exchange: Exchange, tenant: Tenant, prepared: Prepared, index: int = 0
 ) -> InferenceRequest:
-    """The first attempt of the choice `index`. Raises ApiError 403 for a class above the tenant's tier."""
+    """The first attempt of the choice `index`. Raises ApiError for what the tenant may not ask for."""
     priority = PriorityClass(tenant.tier) if prepared.priority is None else prepared.priority
     if priority < tenant.tier:
         allowed = PriorityClass(tenant.tier).label
@@ -138,6 +139,7 @@ def new_request(
             f"priority: this tenant may ask for {allowed} or below, not {priority.label}",
             "priority",
         )
+    sampling = sampling_for(tenant, priority, prepared)
     return InferenceRequest(
         request_id=choice_request_id(exchange.request_id, index),
         attempt=1,
@@ -147,7 +149,7 @@ def new_request(
         # A list of its own: it is emptied at the end, and choices share a prompt.
         prompt_token_ids=prepared.prompt_token_ids.copy(),
         output_token_ids=[],
-        sampling=prepared.sampling,
+        sampling=sampling,
         reply_partition=reply_partition(serving.owner.slot, priority),
         owner_epoch=serving.owner.epoch,
         accepted_at=time.time_ns() // 1_000_000,

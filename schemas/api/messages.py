@@ -104,6 +104,7 @@ def prepare_messages(body: MessagesBody, models: Mapping[str, LoadedModel]) -> P
         priority,
         bool(body.stream),
         has_tools=use is not None,
+        limit_field="max_tokens",
     )
 
 

@@ -47,7 +47,8 @@ class Prepared:
 
     `num_prompt_tokens` stays when whoever runs the request has let go of the ids. `include_usage`,
     `continuous_usage`: usage at the end of the stream, in each of its chunks. `service_tier`: to be answered.
-    `has_tools`: the output is to be read for tool calls.
+    `has_tools`: the output is to be read for tool calls. `limit_field`: the one that names max_tokens, None
+    where that is our default.
     """
 
     url: str
@@ -61,6 +62,7 @@ class Prepared:
     continuous_usage: bool = False
     service_tier: str | None = None
     has_tools: bool = False
+    limit_field: str | None = None
 
 
 def prepare(body: Body, models: Mapping[str, LoadedModel]) -> Prepared:
@@ -102,7 +104,16 @@ def _generate(body: GenerateBody, model: LoadedModel) -> Prepared:
     sampling.min_p = body.min_p or 0.0
     sampling.min_tokens = _min_tokens(body.min_tokens, limit)
     sampling.repetition_penalty = body.repetition_penalty or 1.0
-    return Prepared(GENERATE_URL, model, ids, len(ids), sampling, priority_class(body.priority), body.stream)
+    return Prepared(
+        GENERATE_URL,
+        model,
+        ids,
+        len(ids),
+        sampling,
+        priority_class(body.priority),
+        body.stream,
+        limit_field="max_tokens" if body.max_tokens else None,
+    )
 
 
 def _chat(body: ChatCompletionBody, model: LoadedModel) -> Prepared:
@@ -110,10 +121,12 @@ def _chat(body: ChatCompletionBody, model: LoadedModel) -> Prepared:
     include_usage, continuous_usage = _usage_options(body.stream_options)
     use = openai_tools(body.tools, body.tool_choice, body.parallel_tool_calls, model)
     ids = chat_ids(body.messages, model, use and use.tools)
+    wanted = body.max_completion_tokens or body.max_tokens
+    limit_field = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
     limit = output_limit(
-        body.max_completion_tokens or body.max_tokens,
+        wanted,
         DEFAULT_MAX_TOKENS,
-        "max_completion_tokens" if body.max_completion_tokens else "max_tokens",
+        limit_field,
         len(ids),
         model.spec.max_model_len,
         "messages",
@@ -141,6 +154,7 @@ def _chat(body: ChatCompletionBody, model: LoadedModel) -> Prepared:
         # The class of a request is `priority`; a tier that is left to us is the default one.
         "default" if body.service_tier else None,
         has_tools=use is not None,
+        limit_field=limit_field if wanted else None,
     )
 
 
@@ -187,6 +201,7 @@ def _completion(body: CompletionBody, model: LoadedModel, field: str, ids: list[
         bool(body.stream),
         include_usage,
         continuous_usage,
+        limit_field="max_tokens" if body.max_tokens else None,
     )
 
 

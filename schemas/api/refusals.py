@@ -36,6 +36,7 @@ REFUSALS = (
     RefusalKind(
         400, "tokens_per_minute_exceeded", "the request is larger than the tenant's limit ever allows"
     ),
+    RefusalKind(400, "max_tokens_too_large", "more output tokens are asked for than the tenant may"),
     RefusalKind(400, "invalid_request", "admission finds values that no gateway lets through"),
     RefusalKind(400, "undecodable_record", "a record of inference.requests cannot be read"),
     RefusalKind(401, "missing_api_key", "no key was given"),
@@ -44,6 +45,7 @@ REFUSALS = (
     RefusalKind(403, "tenant_disabled", "the key's tenant is disabled"),
     RefusalKind(403, "unknown_tenant", "the tenant was deleted meanwhile"),
     RefusalKind(403, "class_not_allowed", "the class is above the tenant's tier, or its limit is 0"),
+    RefusalKind(403, "model_not_allowed", "the tenant may not ask for this model"),
     RefusalKind(404, "not_found", "nothing is served at this path"),
     RefusalKind(404, "model_not_found", "no such model"),
     RefusalKind(404, "stream_not_found", "no such stream, or another tenant's"),

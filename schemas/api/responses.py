@@ -178,7 +178,16 @@ def prepare_response(body: ResponsesBody, models: Mapping[str, LoadedModel]) -> 
         grammar=_grammar(body.text),
     )
     priority = priority_class(body.priority)
-    return Prepared(RESPONSES_URL, model, ids, len(ids), sampling, priority, bool(body.stream))
+    return Prepared(
+        RESPONSES_URL,
+        model,
+        ids,
+        len(ids),
+        sampling,
+        priority,
+        bool(body.stream),
+        limit_field="max_output_tokens" if body.max_output_tokens else None,
+    )
 
 
 def _prompt_ids(body: ResponsesBody, model: LoadedModel) -> list[int]:

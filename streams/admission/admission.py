@@ -98,7 +98,7 @@ class Admission:
                 return [self._refuse(request, reused, traceparent)]
         end_at = request.accepted_at + request.end_ms
         refusal = (
-            self.tenants.refusal(request.tenant, request.priority)
+            self.tenants.refusal(request)
             or self._late(request, now)
             or too_long(request, self.router.workers(request.model))
             or self.limits.reserve(
@@ -106,7 +106,8 @@ class Admission:
                 request.attempt,
                 request.tenant,
                 request.priority,
-                len(request.prompt_token_ids) + request.sampling.max_tokens,
+                len(request.prompt_token_ids),
+                request.sampling.max_tokens,
                 end_at,
                 now,
             )
@@ -149,7 +150,15 @@ class Admission:
     def on_usage(self, usage: Usage, now: int) -> list[Action]:
         """Settles the request's reservation; its place at the worker is free."""
         used = usage.input_tokens + usage.output_tokens
-        self.limits.settle(usage.request_id, usage.tenant, usage.priority, used, usage.ended_at, now)
+        self.limits.settle(
+            usage.request_id,
+            usage.tenant,
+            usage.priority,
+            usage.input_tokens,
+            usage.output_tokens,
+            usage.ended_at,
+            now,
+        )
         if usage.finish_reason in COMPLETE:
             self.predictor.observe(usage.tenant, usage.model, usage.output_tokens)
         if usage.slot is None or usage.epoch is None:

@@ -1,95 +1,31 @@
 """What a tenant may use: tokens and requests a minute, and requests at once, per class.
 
 A request reserves prompt + max_tokens when it is taken in. Its usage row settles it, `end_ms` expires it.
-All by request_id and idempotent, in any order: rows come twice, and after a restart they come for
-reservations that another process made.
+All by request_id and idempotent, in any order: rows come twice, and after a takeover they come for
+reservations that another process made, which the owners restate (restating.py).
 """
 
 import heapq
 from collections import deque
 from dataclasses import dataclass
 
-from schemas.records import ClassLimits, Tenant
+from schemas.records import ClassLimits, RateLimit, RestatedRequest, Tenant
+from schemas.topics import NUM_CLASSES
+from streams.admission.account import Account, Charge
 from streams.admission.refusal import Refusal
-from streams.admission.token_bucket import TokenBucket
 
 # A settled request is remembered so long that a second row of it is not charged again.
 REMEMBER_SETTLED_MS = 60_000
-CONCURRENCY_RETRY_MS = 1_000
 
 
 @dataclass(slots=True)
 class _Reservation:
     tenant: str
     priority: int
-    tokens: int  # what is charged to the bucket now
-    bucket: TokenBucket | None  # the one charged, though the limit may have changed since
-    mark: int
+    tokens: int  # reserved while it is open, used when it is settled
+    charges: list[Charge]
     end_at: int
     open: bool
-
-
-class _Account:
-    """One tenant in one class."""
-
-    __slots__ = ("concurrent", "limits", "requests", "reserved", "tokens")
-
-    def __init__(self, limits: ClassLimits) -> None:
-        self.limits = limits
-        self.tokens = None if limits.tokens_per_minute is None else TokenBucket(limits.tokens_per_minute)
-        self.requests = (
-            None if limits.requests_per_minute is None else TokenBucket(limits.requests_per_minute)
-        )
-        self.concurrent = 0
-        self.reserved = 0
-
-    def change(self, limits: ClassLimits, now: int) -> None:
-        self.limits = limits
-        self.tokens = _resized(self.tokens, limits.tokens_per_minute, now)
-        self.requests = _resized(self.requests, limits.requests_per_minute, now)
-
-    def refusal(self, tokens: int, now: int) -> Refusal | None:
-        limits = self.limits
-        # A bucket that no wait can fill far enough refuses for good: a 429 would be tried again for ever.
-        if self.tokens is not None and tokens > self.tokens.capacity:
-            return Refusal(
-                400,
-                "tokens_per_minute_exceeded",
-                f"the request may use {tokens} tokens (prompt and max_tokens), above the limit of "
-                f"{self.tokens.capacity} tokens per minute: ask for fewer",
-            )
-        if self.requests is not None and self.requests.capacity < 1:
-            return Refusal(403, "class_not_allowed", "the limit of requests per minute is 0 for this class")
-        most = limits.max_concurrent_requests
-        if most is not None and self.concurrent >= most:
-            return Refusal(
-                429,
-                "concurrency_limit_exceeded",
-                f"the limit is {most} requests at once",
-                CONCURRENCY_RETRY_MS,
-            )
-        if self.requests is not None and (wait := self.requests.wait_ms(1, now)):
-            return Refusal(
-                429,
-                "request_rate_exceeded",
-                f"the limit is {self.requests.capacity} requests per minute",
-                wait,
-            )
-        if self.tokens is not None and (wait := self.tokens.wait_ms(tokens, now)):
-            return Refusal(
-                429, "token_rate_exceeded", f"the limit is {self.tokens.capacity} tokens per minute", wait
-            )
-        return None
-
-
-def _resized(bucket: TokenBucket | None, capacity: int | None, now: int) -> TokenBucket | None:
-    if capacity is None:
-        return None
-    if bucket is None:
-        return TokenBucket(capacity)
-    if bucket.capacity != capacity:
-        bucket.resize(capacity, now)
-    return bucket
 
 
 class Limits:
@@ -97,7 +33,7 @@ class Limits:
 
     def __init__(self) -> None:
         self._limits: dict[str, dict[int, ClassLimits]] = {}
-        self._accounts: dict[tuple[str, int], _Account] = {}
+        self._accounts: dict[tuple[str, int], Account] = {}
         self._reservations: dict[bytes, _Reservation] = {}
         self._settled: deque[tuple[int, bytes]] = deque()
         self._ends: list[tuple[int, bytes]] = []
@@ -106,8 +42,9 @@ class Limits:
     def set_tenant(self, tenant: Tenant, now: int) -> None:
         """Puts the tenant's limits in force; a class without an entry is unlimited."""
         self._limits[tenant.name] = limits = {entry.priority: entry for entry in tenant.limits}
-        for (name, priority), account in self._accounts.items():
-            if name == tenant.name:
+        for priority in range(NUM_CLASSES):
+            account = self._accounts.get((tenant.name, priority))
+            if account is not None:
                 account.change(limits.get(priority) or ClassLimits(priority), now)
 
     def remove_tenant(self, name: str) -> None:
@@ -115,53 +52,81 @@ class Limits:
         self._limits.pop(name, None)
 
     def reserve(
-        self, request_id: bytes, attempt: int, tenant: str, priority: int, tokens: int, end_at: int, now: int
+        self,
+        request_id: bytes,
+        attempt: int,
+        tenant: str,
+        priority: int,
+        input_tokens: int,
+        output_tokens: int,
+        end_at: int,
+        now: int,
     ) -> Refusal | None:
-        """Reserves `tokens` until settled or `end_at`. A retry reserves nothing new: it is paid for."""
+        """Reserves until settled or `end_at`. A retry reserves nothing new: it is paid for."""
         known = self._reservations.get(request_id)
         if known is not None:
             if not known.open and attempt > 1:
-                self._reopen(request_id, known, end_at)
+                known.end_at = end_at
+                self._opened(request_id, known)
             return None
         if attempt > 1:
-            return None  # another process's reservation; its usage row will be charged here
+            return None  # another process's reservation, not restated; its usage row will be charged here
         account = self._account(tenant, priority)
-        if refusal := account.refusal(tokens, now):
-            return refusal
-        if account.requests is not None:
-            account.requests.take(1, now)
-        bucket = account.tokens
-        mark = 0 if bucket is None else bucket.take(tokens, now)
-        reservation = _Reservation(tenant, priority, tokens, bucket, mark, end_at, open=True)
-        self._reservations[request_id] = reservation
-        self._opened(account, reservation, request_id)
-        return None
+        refusal = account.refusal(input_tokens, output_tokens, now)
+        if refusal is None:
+            charges = account.take(input_tokens, output_tokens, now)
+            self._open(request_id, tenant, priority, input_tokens + output_tokens, charges, end_at)
+        return refusal
+
+    def restate(self, request: RestatedRequest, now: int, used: tuple[int, int] | None = None) -> None:
+        """Takes over what another process let in: it counts as if it had been here.
+
+        `used`: (input, output) tokens that a usage row of an earlier attempt tells. One that is known
+        already stays as it is.
+        """
+        request_id, end_at = request.request_id, now - request.age_ms + request.end_ms
+        if request_id in self._reservations or end_at <= now:
+            return
+        tenant, priority = request.tenant, request.priority
+        input_tokens = max(request.input_tokens, used[0] if used else 0)
+        output_tokens = max(request.output_tokens, used[1] if used else 0)
+        charges = self._account(tenant, priority).take(input_tokens, output_tokens, now - request.age_ms)
+        self._open(request_id, tenant, priority, input_tokens + output_tokens, charges, end_at)
 
     def settle(
-        self, request_id: bytes, tenant: str, priority: int, used: int, ended_at: int, now: int
+        self,
+        request_id: bytes,
+        tenant: str,
+        priority: int,
+        input_tokens: int,
+        output_tokens: int,
+        used_at: int,
+        now: int,
     ) -> None:
-        """Charges `used` in place of what was reserved. Of several rows the one with most tokens counts."""
+        """Charges what was used in place of what was reserved. Of several rows that with most tokens counts.
+
+        `used_at`: when, for a request that is not known here.
+        """
+        used = input_tokens + output_tokens
         known = self._reservations.get(request_id)
         if known is None:
-            bucket = self._account(tenant, priority).tokens
-            mark = 0 if bucket is None else bucket.take(used, min(ended_at, now))
-            known = _Reservation(tenant, priority, used, bucket, mark, now, open=False)
-            self._reservations[request_id] = known
-            self._settled.append((now + REMEMBER_SETTLED_MS, request_id))
-            return
-        if known.open:
+            charges = self._account(tenant, priority).take(input_tokens, output_tokens, min(used_at, now))
+            self._reservations[request_id] = _Reservation(tenant, priority, used, charges, now, open=False)
+        elif known.open:
             self._close(known)
-            self._charge(known, used, now)
-            self._settled.append((now + REMEMBER_SETTLED_MS, request_id))
-        elif used > known.tokens:
-            self._charge(known, used, now)
+            self._correct(known, input_tokens, output_tokens, now)
+        else:
+            if used > known.tokens:
+                self._correct(known, input_tokens, output_tokens, now)
+            return
+        self._settled.append((now + REMEMBER_SETTLED_MS, request_id))
 
     def release(self, request_id: bytes, now: int) -> None:
-        """Gives all of an open reservation back and forgets it: the request never ran."""
+        """Gives all tokens of an open reservation back and forgets it: the request never ran. It was one."""
         known = self._reservations.get(request_id)
         if known is not None and known.open:
             self._close(known)
-            self._charge(known, 0, now)
+            self._correct(known, 0, 0, now)
             del self._reservations[request_id]
 
     def expire(self, now: int) -> None:
@@ -182,6 +147,11 @@ class Limits:
             self._ends = [(r.end_at, key) for key, r in self._reservations.items() if r.open]
             heapq.heapify(self._ends)
 
+    def rate_limits(self, tenant: str, priority: int, now: int) -> list[RateLimit]:
+        """What is left of the tenant's limits a minute in a class; none where it has none."""
+        account = self._accounts.get((tenant, priority))
+        return [] if account is None else account.rate_limits(now)
+
     def reserved_tokens(self, tenant: str, priority: int) -> int:
         """Tokens in open reservations."""
         account = self._accounts.get((tenant, priority))
@@ -196,23 +166,27 @@ class Limits:
         """Reservations held in memory, settled ones included."""
         return len(self._reservations)
 
-    def _account(self, tenant: str, priority: int) -> _Account:
+    def _account(self, tenant: str, priority: int) -> Account:
         account = self._accounts.get((tenant, priority))
         if account is None:
             limits = self._limits.get(tenant, {}).get(priority) or ClassLimits(priority)
-            account = self._accounts[(tenant, priority)] = _Account(limits)
+            account = self._accounts[(tenant, priority)] = Account(limits)
         return account
 
-    def _opened(self, account: _Account, reservation: _Reservation, request_id: bytes) -> None:
+    def _open(
+        self, request_id: bytes, tenant: str, priority: int, tokens: int, charges: list[Charge], end_at: int
+    ) -> None:
+        reservation = _Reservation(tenant, priority, tokens, charges, end_at, open=True)
+        self._reservations[request_id] = reservation
+        self._opened(request_id, reservation)
+
+    def _opened(self, request_id: bytes, reservation: _Reservation) -> None:
+        account = self._account(reservation.tenant, reservation.priority)
         reservation.open = True
         account.concurrent += 1
         account.reserved += reservation.tokens
         self._num_open += 1
         heapq.heappush(self._ends, (reservation.end_at, request_id))
-
-    def _reopen(self, request_id: bytes, reservation: _Reservation, end_at: int) -> None:
-        reservation.end_at = end_at
-        self._opened(self._account(reservation.tenant, reservation.priority), reservation, request_id)
 
     def _close(self, reservation: _Reservation) -> None:
         account = self._account(reservation.tenant, reservation.priority)
@@ -222,11 +196,7 @@ class Limits:
         reservation.open = False
 
     @staticmethod
-    def _charge(reservation: _Reservation, tokens: int, now: int) -> None:
-        bucket = reservation.bucket
-        if bucket is not None:
-            if tokens < reservation.tokens:
-                bucket.give_back(reservation.mark, reservation.tokens - tokens, now)
-            elif tokens > reservation.tokens:
-                reservation.mark = bucket.take(tokens - reservation.tokens, now)
-        reservation.tokens = tokens
+    def _correct(reservation: _Reservation, input_tokens: int, output_tokens: int, now: int) -> None:
+        for charge in reservation.charges:
+            charge.correct(input_tokens, output_tokens, now)
+        reservation.tokens = input_tokens + output_tokens

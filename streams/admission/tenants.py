@@ -1,7 +1,8 @@
 """The tenants in force: the fold of control.tenants."""
 
 from schemas.priority import PriorityClass
-from schemas.records import Tenant
+from schemas.records import InferenceRequest, Tenant
+from schemas.tenants import MAX_TOKENS_TOO_LARGE, MODEL_NOT_ALLOWED, allows_model, most_tokens
 from streams.admission.limits import Limits
 from streams.admission.refusal import Refusal
 
@@ -35,8 +36,9 @@ class Tenants:
             self._tenants[tenant.name] = tenant
             self._limits.set_tenant(tenant, now)
 
-    def refusal(self, name: str, priority: int) -> Refusal | None:
-        """Why the tenant may not ask for this class, or None."""
+    def refusal(self, request: InferenceRequest) -> Refusal | None:
+        """Why the tenant may not ask for this, or None."""
+        name, priority = request.tenant, request.priority
         tenant = self._tenants.get(name)
         if tenant is None:
             return Refusal(403, "unknown_tenant", f"there is no tenant {name!r}")
@@ -45,6 +47,16 @@ class Tenants:
         if priority < tenant.tier:
             tier = PriorityClass(tenant.tier).label
             return Refusal(403, "class_not_allowed", f"the highest class of tenant {name!r} is {tier}")
+        if request.attempt > 1:
+            return None  # it was let in
+        if not allows_model(tenant, request.model):
+            return Refusal(
+                403, MODEL_NOT_ALLOWED, f"model: tenant {name!r} may not ask for {request.model!r}"
+            )
+        most = most_tokens(tenant, priority)
+        if most is not None and request.sampling.max_tokens > most:
+            message = f"max_tokens: tenant {name!r} may ask for {most} tokens at most"
+            return Refusal(400, MAX_TOKENS_TOO_LARGE, message)
         return None
 
     def weight(self, name: str) -> float:

@@ -52,6 +52,17 @@ class TokenBucket:
             return 0
         return max(1, -int(-missing * 60_000 // self.capacity))
 
+    def remaining(self, now: int) -> int:
+        """Whole tokens that can be taken now."""
+        self.advance(now)
+        return max(0, int(self.level))
+
+    def reset_ms(self, now: int) -> int:
+        """How long until the bucket is full, if nothing is taken meanwhile."""
+        self.advance(now)
+        missing = self.capacity - self.level
+        return 0 if missing <= 0 or self.capacity == 0 else -int(-missing * 60_000 // self.capacity)
+
     def take(self, amount: int, now: int) -> int:
         """Takes `amount` whether it is there or not (the refill pays debts); a mark for `give_back`."""
         self.advance(now)

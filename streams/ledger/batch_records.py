@@ -26,10 +26,11 @@ from schemas.api.answers import Finished, answer
 from schemas.api.bodies import convert_body
 from schemas.api.errors import ApiError, bad_field
 from schemas.api.prepare import BODIES, GENERATE_URL, prepare
+from schemas.api.tenant_rules import sampling_for
 from schemas.codec import MARKER, CodecError, decode, encode
 from schemas.models import LoadedModel
 from schemas.priority import PriorityClass
-from schemas.records import BatchRequest, BatchResult, SamplingParams
+from schemas.records import BatchRequest, BatchResult, SamplingParams, Tenant
 from schemas.topics import batch_requests
 
 MAX_CUSTOM_ID = 512
@@ -74,9 +75,17 @@ class BadRecord:
 
 
 def parse(
-    value: bytes | None, tenant: str, offset: int, timestamp_ms: int, models: Mapping[str, LoadedModel]
+    value: bytes | None,
+    tenant: str,
+    offset: int,
+    timestamp_ms: int,
+    models: Mapping[str, LoadedModel],
+    rules: Tenant | None = None,
 ) -> BatchItem | BadRecord:
-    """Never raises for what a tenant may have written. Tokenizes: run it in a thread."""
+    """Never raises for what a tenant may have written. Tokenizes: run it in a thread.
+
+    `rules`: the tenant's record, if it is known.
+    """
     source = Source(tenant, offset)
     try:
         fields, shape = _fields(value)
@@ -94,10 +103,12 @@ def parse(
             raise ApiError(400, "unsupported_field", "logprobs: not supported in batch requests", "logprobs")
         if prepared.has_tools:
             raise ApiError(400, "unsupported_field", "tools: not supported in batch requests", "tools")
+        sampling = prepared.sampling
+        if rules is not None:
+            sampling = sampling_for(rules, PriorityClass.BATCH, prepared)
     except ApiError as e:
         return BadRecord(source, e)
     request_id = request_id_of(tenant, custom_id, url, body)
-    sampling = prepared.sampling
     if parsed.seed is None:
         # Not random: after a restart the request must go on as the same one.
         sampling = replace(sampling, seed=int.from_bytes(request_id[:8], "big") >> 1)

@@ -18,7 +18,7 @@ from schemas.fleet import FleetView
 from schemas.headers import REASON
 from schemas.models import LoadedModel
 from schemas.priority import PriorityClass
-from schemas.records import Attach, Detach, Duplicate
+from schemas.records import Attach, Detach, Duplicate, Tenant
 from streams.consumer import Consumer, assign_at
 from streams.ledger.batch import BatchShard
 from streams.ledger.batch_actions import Action
@@ -72,7 +72,7 @@ class ShardCoordinator:
         producer: Any,
         models: Mapping[str, LoadedModel],
         fleet: FleetView,
-        tenants: Callable[[], set[str]],
+        tenants: Callable[[], dict[str, Tenant]],
     ) -> None:
         """`tenants`: those whose topics are to be read now. `producer` is shared and started."""
         self._settings, self._clients = settings, clients
@@ -173,15 +173,16 @@ class ShardCoordinator:
 
     async def _follow_sources(self) -> None:
         while True:
-            for tenant, records in (await self._sources.read(self._tenants())).items():
-                await self._take(tenant, records)
+            tenants = self._tenants()
+            for name, records in (await self._sources.read(set(tenants))).items():
+                await self._take(name, tenants.get(name), records)
 
-    async def _take(self, tenant: str, records: list[Any]) -> None:
+    async def _take(self, tenant: str, rules: Tenant | None, records: list[Any]) -> None:
         for record in records:
             if not self._sources.windows[tenant].take(record.offset):
                 continue
             read = await asyncio.to_thread(
-                parse, record.value, tenant, record.offset, record.timestamp, self._models
+                parse, record.value, tenant, record.offset, record.timestamp, self._models, rules
             )
             if isinstance(read, BatchItem):
                 await self._sender.execute(self.batch.accept(read, _now_ms(), self._fleet.clock.now_ms))

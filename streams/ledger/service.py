@@ -14,6 +14,7 @@ from schemas.catalog import Catalog
 from schemas.codec import default_codec
 from schemas.fleet import FleetView, publish_schemas
 from schemas.models import LoadedModel, load_models
+from schemas.records import Tenant
 from streams.control import ControlFollower
 from streams.heartbeats import beat, follow_heartbeats
 from streams.http import bind, health_app
@@ -171,7 +172,7 @@ class LedgerService:
         parts.serve("sql", sock, endpoint.app)
         parts.stack.callback(endpoint.close)
 
-    def _make_shard(self, shard: int, tenants: Callable[[], set[str]]) -> ShardCoordinator:
+    def _make_shard(self, shard: int, tenants: Callable[[], dict[str, Tenant]]) -> ShardCoordinator:
         config = self.config
         settings = ShardSettings(
             shard=shard,

@@ -18,12 +18,12 @@ _MAX_RESTART_S = 10.0
 
 
 class Shards:
-    """`make(shard, tenants)` builds one; `tenants()` names those of the shard that are served now."""
+    """`make(shard, tenants)` builds one; `tenants()` gives those of the shard that are served now."""
 
     def __init__(
         self,
         count: int,
-        make: Callable[[int, Callable[[], set[str]]], ShardCoordinator],
+        make: Callable[[int, Callable[[], dict[str, Tenant]]], ShardCoordinator],
     ) -> None:
         self._count, self._make = count, make
         self._tenants: dict[str, Tenant] = {}
@@ -44,10 +44,10 @@ class Shards:
         batch = PriorityClass.BATCH
         self._held = {topics.shard_of(p) for p in usage_partitions if topics.priority_of(p) is batch}
 
-    def tenants_of(self, shard: int) -> set[str]:
+    def tenants_of(self, shard: int) -> dict[str, Tenant]:
         """Not the disabled: their requests wait in their topic."""
         return {
-            name
+            name: tenant
             for name, tenant in self._tenants.items()
             if not tenant.disabled and topics.tenant_shard(name, self._count) == shard
         }

@@ -212,6 +212,8 @@ def test_limits_refuse_with_the_time_to_wait() -> None:
         ({}, {"attempt": 0}, (400, "invalid_request")),
         ({}, {"end_ms": 0}, (400, "invalid_request")),
         ({}, {"prompt_token_ids": [1] * 9_000}, (400, "context_length_exceeded")),
+        ({"allowed_models": ["other"]}, {}, (403, "model_not_allowed")),
+        ({"limits": [ClassLimits(0, max_tokens=15)]}, {}, (400, "max_tokens_too_large")),
         ({"limits": [ClassLimits(0, tokens_per_minute=25)]}, {}, (400, "tokens_per_minute_exceeded")),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.records import ClassLimits, Tenant
+from schemas.records import ClassLimits, RateLimit, Tenant
 from streams.admission.limits import REMEMBER_SETTLED_MS, Limits
 from streams.admission.token_bucket import MAX_SEGMENTS, TokenBucket
 
@@ -26,18 +26,18 @@ def reserve(
     limits: Limits, n: int, tokens: int, now: int = T0, attempt: int = 1, end_ms: int = 600_000
 ) -> int:
     """The status: 0 where it was reserved."""
-    refusal = limits.reserve(rid(n), attempt, "demo", 0, tokens, now + end_ms, now)
+    refusal = limits.reserve(rid(n), attempt, "demo", 0, tokens // 3, tokens - tokens // 3, now + end_ms, now)
     return 0 if refusal is None else refusal.status
 
 
 def settle(limits: Limits, n: int, used: int, now: int = T0) -> None:
-    limits.settle(rid(n), "demo", 0, used, now, now)
+    limits.settle(rid(n), "demo", 0, used // 2, used - used // 2, now, now)
 
 
 def test_tells_how_long_until_the_refill_suffices() -> None:
     limits = with_limits(tokens_per_minute=600)
     assert reserve(limits, 1, 600) == 0
-    refusal = limits.reserve(rid(2), 1, "demo", 0, 100, T0 + MINUTE, T0)
+    refusal = limits.reserve(rid(2), 1, "demo", 0, 40, 60, T0 + MINUTE, T0)
     assert refusal is not None
     assert (refusal.status, refusal.code) == (429, "token_rate_exceeded")
     assert refusal.retry_after_ms == 10_000  # 100 tokens at 10 a second
@@ -63,7 +63,7 @@ def test_gives_nothing_back_that_the_refill_has_given_already() -> None:
 
 
 def test_a_request_above_the_bucket_is_refused_for_good() -> None:
-    refusal = with_limits(tokens_per_minute=600).reserve(rid(1), 1, "demo", 0, 601, T0 + MINUTE, T0)
+    refusal = with_limits(tokens_per_minute=600).reserve(rid(1), 1, "demo", 0, 1, 600, T0 + MINUTE, T0)
     assert refusal is not None
     assert (refusal.status, refusal.code) == (400, "tokens_per_minute_exceeded")
     assert refusal.retry_after_ms is None
@@ -83,6 +83,38 @@ def test_counts_requests_at_once() -> None:
     assert reserve(limits, 3, 1) == 0
     limits.expire(T0 + 600_000)
     assert limits.num_concurrent("demo", 0) == 0
+
+
+def test_counts_input_and_output_apart() -> None:
+    limits = with_limits(input_tokens_per_minute=600, output_tokens_per_minute=60)
+
+    def asked(n: int, input_tokens: int, output_tokens: int, now: int = T0) -> tuple[int, str, int | None]:
+        refusal = limits.reserve(rid(n), 1, "demo", 0, input_tokens, output_tokens, now + MINUTE, now)
+        return (0, "", None) if refusal is None else (refusal.status, refusal.message, refusal.retry_after_ms)
+
+    assert asked(1, 500, 10)[0] == 0
+    assert asked(2, 101, 10) == (429, "the limit is 600 input tokens per minute", 100)
+    assert asked(3, 1, 51) == (429, "the limit is 60 output tokens per minute", 1_000)
+    assert asked(4, 101, 51) == (429, "the limit is 60 output tokens per minute", 1_000)  # the longer wait
+    assert asked(5, 1, 61)[0] == 400
+    limits.settle(rid(1), "demo", 0, 500, 4, T0, T0)
+    assert asked(6, 100, 56) == (0, "", None)
+    assert [(limit.name, limit.remaining, limit.reset_ms) for limit in limits.rate_limits("demo", 0, T0)] == [
+        ("input_tokens", 0, MINUTE),
+        ("output_tokens", 0, MINUTE),
+    ]
+
+
+def test_tells_what_is_left_of_the_limits_there_are() -> None:
+    limits = with_limits(tokens_per_minute=600, requests_per_minute=3, max_concurrent_requests=9)
+    assert limits.rate_limits("other", 0, T0) == limits.rate_limits("demo", 1, T0) == []
+    assert reserve(limits, 1, 100) == 0
+    assert limits.rate_limits("demo", 0, T0) == [
+        RateLimit("requests", 3, 2, 20_000),
+        RateLimit("tokens", 600, 500, 10_000),
+    ]
+    settle(limits, 1, 40)
+    assert limits.rate_limits("demo", 0, T0 + 1_000)[1] == RateLimit("tokens", 600, 570, 3_000)
 
 
 def test_a_refused_request_takes_nothing() -> None:
@@ -123,8 +155,8 @@ def test_rows_that_come_twice_or_in_the_wrong_order_charge_the_largest_once() ->
 
 def test_usage_of_another_process_is_charged_as_of_when_it_ended() -> None:
     limits = with_limits(tokens_per_minute=600)
-    limits.settle(rid(1), "demo", 0, 600, T0 - 30_000, T0)
-    limits.settle(rid(1), "demo", 0, 600, T0 - 30_000, T0)
+    limits.settle(rid(1), "demo", 0, 200, 400, T0 - 30_000, T0)
+    limits.settle(rid(1), "demo", 0, 200, 400, T0 - 30_000, T0)
     assert reserve(limits, 2, 301) == 429
     assert reserve(limits, 2, 300) == 0
 
@@ -162,8 +194,8 @@ def test_changed_limits_are_in_force_at_once() -> None:
 def test_classes_and_tenants_have_limits_of_their_own() -> None:
     limits = with_limits(max_concurrent_requests=1)
     assert reserve(limits, 1, 1) == 0
-    assert limits.reserve(rid(2), 1, "demo", 1, 1, T0 + MINUTE, T0) is None
-    assert limits.reserve(rid(3), 1, "other", 0, 1, T0 + MINUTE, T0) is None
+    assert limits.reserve(rid(2), 1, "demo", 1, 1, 1, T0 + MINUTE, T0) is None
+    assert limits.reserve(rid(3), 1, "other", 0, 1, 1, T0 + MINUTE, T0) is None
     assert reserve(limits, 4, 1) == 429
 
 
