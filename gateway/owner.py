@@ -196,7 +196,9 @@ class Owner:
         if owned is None or owned.request.tenant != record.tenant:
             return []
         owned.waived = owned.waived or record.waived
-        return self.cancel(owned, record.reason, told=True)
+        actions = self.cancel(owned, record.reason, told=True)
+        # Another's is not ours to stop, but an early end is one, and nothing to be tried again.
+        return actions if self._life.owns(owned) else []
 
     def on_duplicate(self, record: Duplicate) -> OwnedRequest | None:
         """Admission: another request with its Idempotency-Key was first. It is over, and cost nothing."""

@@ -133,6 +133,7 @@ class World:
     misdeeds: list[tuple[tuple[int, int], Action]] = field(default_factory=list)
     time: int = 1_000_000
     num_joins: int = 50
+    is_unwanted: bool = False  # an owner has stopped all attempts
 
     def join(self, slot: int) -> Gateway:
         """A new life; an earlier one of the slot ends when it sees this."""
@@ -203,6 +204,11 @@ class World:
         if finish:
             self._complete(worker, finish)
 
+    def give_up(self, worker: WorkerRun) -> None:
+        """It is asked to stop, and hands back what it runs."""
+        if worker.alive:
+            self._complete(worker, "cancelled")
+
     def die(self, worker: WorkerRun) -> None:
         """By its parent's word, which all gateways hear."""
         worker.alive = False
@@ -259,5 +265,6 @@ class World:
             if worker.alive and worker.request.attempt <= cancellation.attempt:
                 self._complete(worker, "cancelled")
         if cancellation.slot is None:
+            self.is_unwanted = self.is_unwanted or cancellation.attempt >= self.fold().attempt
             kept = [o for o in self.waiting if self.requests[o].attempt > cancellation.attempt]
             self.waiting = deque(kept)

@@ -202,6 +202,15 @@ def test_what_another_has_claimed_is_its_own() -> None:
     assert reasons(desk.pass_ms(1_100)) == ["disconnected"]
 
 
+def test_what_another_owner_cancels_ends_here_without_waiting_for_a_retry() -> None:
+    desk = Desk()
+    desk.owner.on_record(Claim(EPOCH, *OTHER, RID), desk.time)
+    assert desk.owner.on_cancellation(Cancellation(RID, 1, "acme", "deadline")) == []
+    end = Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 0, "cancelled")
+    assert desk.owner.on_record(end, desk.time) == []
+    assert desk.reader.end is end
+
+
 @pytest.mark.parametrize(("detach_ms", "read"), [(0, False), (1_000, False), (0, True)])
 def test_a_gateway_that_stops_cancels_only_what_nobody_else_waits_for(detach_ms: int, read: bool) -> None:
     desk = Desk(detach_ms)

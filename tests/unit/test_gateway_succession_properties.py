@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from schemas.records import Completion, Failed
 from tests.gateway_world import RID, SUCCESSION_MS, World, token_at
 
-KINDS = ["dispatch", "tokens", "read", "time", "die", "nap", "nap", "kill"]
+KINDS = ["dispatch", "tokens", "read", "time", "die", "give up", "nap", "nap", "kill"]
 KINDS += ["join", "attach", "detach", "leave", "death"]
 # (what, whose slot, how much). Slot 1 is the owner's, so it is drawn more often.
 STEPS = st.lists(
@@ -70,6 +70,8 @@ def test_one_end_one_bill_and_one_owner(
                 world.pass_ms(count * 600)
             case "die" if world.runs:
                 world.die(world.runs[-1])
+            case "give up" if world.runs:
+                world.give_up(world.runs[-1])
             case "nap" if gateway.alive and world.num_up > 1:
                 gateway.stopped = True
                 world.pass_ms(count * 600)
@@ -109,3 +111,5 @@ def test_one_end_one_bill_and_one_owner(
         assert world.bills or any(isinstance(r, Completion) and r.attempt == state.attempt for r in world.log)
     if isinstance(state.end, Completion):
         assert state.end.output_tokens == len(state.token_ids)
+        # What a worker gave up by itself is tried again while anybody may come back.
+        assert state.end.finish_reason == "length" or world.is_unwanted or detach_ms < 60_000
