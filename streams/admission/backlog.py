@@ -9,10 +9,13 @@ from streams.admission.fair_queue import QueuedRequest
 from streams.admission.model_queue import ModelQueue
 from streams.admission.refusal import RETRY_LATER_MS
 from streams.admission.router import Blocked, Router, Worker
+from streams.admission.shedding import ShedLevel, paused
 
 # How far past retries that no worker may take (excluded slots) a queue is searched.
 MAX_SKIPPED_RETRIES = 8
 MAX_RETRY_AFTER_MS = 60_000
+# With more of the KV blocks in use, what is left is for the higher class.
+MAX_FLOOR_KV_USE = 0.85
 
 
 class Backlog:
@@ -40,8 +43,11 @@ class Backlog:
         """Those that something waits for."""
         return [model for model, queue in self._queues.items() if queue.waiting]
 
-    # NOTE: nothing of a lower class goes to a worker while a higher one of the model waits for room.
-    def take(self, model: str) -> Iterator[tuple[QueuedRequest, Worker | None]]:
+    # NOTE: nothing of a lower class goes to a worker while a higher one of the model waits for room, but for
+    # the floor, which ends with the room; and batch never goes before interactive.
+    def take(
+        self, model: str, level: ShedLevel = ShedLevel.NONE
+    ) -> Iterator[tuple[QueuedRequest, Worker | None]]:
         """What can be decided now: takes out what a worker has room for, in order.
 
         The caller counts each at its worker before it asks for the next. With None for a worker the request
@@ -50,9 +56,15 @@ class Backlog:
         queue = self._queues.get(model)
         if queue is None or not queue.waiting:
             return
-        for fair in queue.classes:
+        for priority, fair in enumerate(queue.classes):
             skipped = 0
             while fair.num_requests and (item := fair.first(skipped)) is not None:
+                if paused(level, item.request):
+                    return
+                if (owed := self._floor(queue, priority, model, level)) is not None:
+                    queue.take(owed[0])
+                    yield owed
+                    continue
                 worker = self._router.choose(item.request, item.expected_output_tokens)
                 if not isinstance(worker, Blocked):
                     queue.take(item)
@@ -65,6 +77,18 @@ class Backlog:
                     return
                 else:
                     skipped += 1
+
+    def _floor(
+        self, queue: ModelQueue, priority: int, model: str, level: ShedLevel
+    ) -> tuple[QueuedRequest, Worker] | None:
+        """What the class below is owed now and has room, with its worker."""
+        item = queue.owed(priority)
+        if item is None or level >= ShedLevel.CAP_FREE or paused(level, item.request):
+            return None
+        if self._router.kv_use(model) > MAX_FLOOR_KV_USE:
+            return None
+        worker = self._router.choose(item.request, item.expected_output_tokens)
+        return None if isinstance(worker, Blocked) else (item, worker)
 
     def watch(self, item: QueuedRequest) -> None:
         """Has `expired` give it when its end comes."""

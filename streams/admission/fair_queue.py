@@ -45,6 +45,7 @@ class _Line:
     finish: float = 0.0
     start: float = 0.0
     tokens: int = 0
+    num_requests: int = 0
     in_heap: bool = False
     items: deque[QueuedRequest] = field(default_factory=deque)
 
@@ -60,6 +61,8 @@ class FairQueue:
         self._count = 0
         self._cancelled = 0
         self._forget_at = FORGET_LINES
+        self._arrivals: deque[QueuedRequest] = deque()
+        self._waiting_weight = 0.0
         self.num_requests = 0
         self.num_tokens = 0
 
@@ -73,10 +76,17 @@ class FairQueue:
         line = self._lines.get(item.request.tenant)
         if line is None:
             line = self._lines[item.request.tenant] = _Line(weight)
+        if line.num_requests:
+            self._waiting_weight -= line.weight
+        self._waiting_weight += weight
         line.weight = weight
         line.tokens += item.tokens
+        line.num_requests += 1
         line.items.append(item)
         self._enter(line)
+        self._arrivals.append(item)
+        if len(self._arrivals) > 2 * self.num_requests + 1024:
+            self._arrivals = deque(item for item in self._arrivals if item.waits)
 
     def first(self, skip_retries: int = 0) -> QueuedRequest | None:
         """The next to be served, and stays; past the first `skip_retries` retries."""
@@ -113,7 +123,7 @@ class FairQueue:
         self._uncount(item)
         self._cancelled += 1
         if item.request.attempt == 1:
-            self._lines[item.request.tenant].tokens -= item.tokens
+            self._leaves(self._lines[item.request.tenant], item)
         if self.num_requests == 0:
             self._end_busy_period()
         elif self._cancelled > self.num_requests + 1024:
@@ -124,6 +134,32 @@ class FairQueue:
         line = self._lines.get(tenant)
         return 0 if line is None else line.tokens
 
+    def tenant_requests(self, tenant: str) -> int:
+        """A tenant's first attempts that wait."""
+        line = self._lines.get(tenant)
+        return 0 if line is None else line.num_requests
+
+    def share(self, tenant: str, weight: float) -> float:
+        """The part of what is served that a tenant may count on while all who wait now go on, 0 … 1."""
+        line = self._lines.get(tenant)
+        others = self._waiting_weight - (line.weight if line is not None and line.num_requests else 0.0)
+        return weight / (weight + max(0.0, others))
+
+    def tokens_ahead(self, tenant: str, weight: float, tokens: int) -> float:
+        """What is served before a request of `tokens` that the tenant adds now has been, itself left out.
+
+        While the tenant gets x tokens, others get at most x times their weight over its own, and no more than
+        they have. An estimate from above, in O(1).
+        """
+        own = self.tenant_tokens(tenant) + tokens
+        return min(float(self.num_tokens), own / self.share(tenant, weight) - tokens)
+
+    def longest_wait_ms(self, now: int) -> int:
+        """How long the first attempt that came first has waited."""
+        while self._arrivals and not self._arrivals[0].waits:
+            self._arrivals.popleft()
+        return max(0, now - self._arrivals[0].queued_at) if self._arrivals else 0
+
     def _take_first_attempt(self, item: QueuedRequest) -> None:
         line = self._lines[item.request.tenant]
         popped = line.items.popleft()
@@ -131,7 +167,7 @@ class FairQueue:
             raise ValueError(f"request {item.request.request_id.hex()} is not the first of its queue")
         self._virtual = line.start
         line.finish = line.start + item.tokens / line.weight
-        line.tokens -= item.tokens
+        self._leaves(line, item)
         heapq.heappop(self._heap)
         line.in_heap = False
         if line.items:
@@ -145,6 +181,12 @@ class FairQueue:
         item.waits = False
         self.num_requests -= 1
         self.num_tokens -= item.tokens
+
+    def _leaves(self, line: _Line, item: QueuedRequest) -> None:
+        line.tokens -= item.tokens
+        line.num_requests -= 1
+        if line.num_requests == 0:
+            self._waiting_weight -= line.weight
 
     def _enter(self, line: _Line) -> None:
         if not line.in_heap:
@@ -162,7 +204,8 @@ class FairQueue:
         self._lines.clear()
         self._heap.clear()
         self._retries.clear()
-        self._virtual, self._cancelled = 0.0, 0
+        self._arrivals.clear()
+        self._virtual, self._waiting_weight, self._cancelled = 0.0, 0.0, 0
 
     def _compact(self) -> None:
         self._retries = deque(item for item in self._retries if item.waits)

@@ -5,6 +5,10 @@ from collections import Counter
 from schemas.priority import PriorityClass
 from streams.admission.fair_queue import FairQueue, QueuedRequest
 
+# Of what is dispatched while the next lower class waits, so much is owed to that class: it goes slowly, and
+# does not stand. A twentieth costs the higher class less than its own ups and downs.
+FLOOR = 0.05
+
 
 class ModelQueue:
     """`waiting` holds what waits by request_id, oldest first. `no_worker_since` is None while one serves."""
@@ -14,6 +18,7 @@ class ModelQueue:
         self.waiting: dict[bytes, QueuedRequest] = {}
         self.no_worker_since: int | None = None
         self._tokens: Counter[int] = Counter()
+        self._owed = [0.0 for _ in PriorityClass]
 
     def append(self, item: QueuedRequest, weight: float) -> None:
         self.classes[item.request.priority].append(item, weight)
@@ -21,9 +26,26 @@ class ModelQueue:
         self._tokens[item.partition] += item.tokens
 
     def take(self, item: QueuedRequest) -> None:
-        """Takes out the first of its class."""
-        self.classes[item.request.priority].take(item)
+        """Takes out the first of its class to be dispatched; so it owes the next class its floor."""
+        priority = item.request.priority
+        self.classes[priority].take(item)
         self._forget(item)
+        self._owed[priority] = max(0.0, self._owed[priority] - item.tokens)
+        lower = priority + 1
+        if lower < len(self.classes):
+            first = self.classes[lower].first()
+            if first is None:
+                self._owed[lower] = 0.0
+            elif self._owed[lower] < first.tokens:  # else it had its turn and found no room
+                self._owed[lower] += FLOOR * item.tokens
+
+    def owed(self, priority: int) -> QueuedRequest | None:
+        """What waits in the class below `priority` and is owed its turn before that one's next."""
+        lower = priority + 1
+        if lower == len(self.classes) or not self._owed[lower]:
+            return None
+        first = self.classes[lower].first()
+        return None if first is None or self._owed[lower] < first.tokens else first
 
     def cancel(self, item: QueuedRequest) -> None:
         """Takes out any that waits."""

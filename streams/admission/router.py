@@ -16,6 +16,8 @@ from schemas.records import Heartbeat, InferenceRequest, WorkerStatus
 
 # Queued prompt tokens that weigh as much as a full KV pool or a full batch: a few steps of prefill.
 PREFILL_SCALE = 2048
+# Batch leaves this part of the KV blocks free, so that an interactive prompt finds room without preemption.
+BATCH_WATERMARK = 0.1
 # More than any load: with another suspect only where there is no other room.
 _APART = 1e6
 _SUSPECT_ATTEMPT = 3
@@ -102,6 +104,13 @@ class Worker:
         longest = min(prompt + request.sampling.max_tokens, status.max_model_len)
         return prompt < status.max_model_len and longest <= self.max_tokens
 
+    def spares(self, blocks: int) -> bool:
+        """Whether batch work of `blocks` leaves room for interactive prompts, of which none waits there."""
+        if self.num_seqs == 0:
+            return True
+        kept = BATCH_WATERMARK * self.status.num_blocks
+        return self.status.num_waiting[PriorityClass.INTERACTIVE] == 0 and self.free_blocks - blocks >= kept
+
     def blocks_for(self, request: InferenceRequest, expected_output_tokens: int) -> int:
         """Blocks that it is expected to fill; never more than the worker has, so an idle one takes any."""
         tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + expected_output_tokens
@@ -182,6 +191,12 @@ class Router:
         """Those that take requests for the model."""
         return self._by_model.get(model, [])
 
+    def kv_use(self, model: str) -> float:
+        """The part of the KV blocks of a model's workers that is in use or claimed; 0 without workers."""
+        workers = self.workers(model)
+        blocks = sum(worker.status.num_blocks for worker in workers)
+        return 1.0 - sum(worker.free_blocks for worker in workers) / blocks if blocks else 0.0
+
     def choose(self, request: InferenceRequest, expected_output_tokens: int) -> Worker | Blocked:
         """The least loaded worker with room for the request. O(workers)."""
         best: Worker | None = None
@@ -195,7 +210,10 @@ class Router:
             blocked = Blocked.NO_ROOM
             if worker.num_seqs >= worker.status.max_num_seqs:
                 continue
-            if worker.blocks_for(request, expected_output_tokens) > worker.free_blocks:
+            blocks = worker.blocks_for(request, expected_output_tokens)
+            if blocks > worker.free_blocks:
+                continue
+            if request.priority == PriorityClass.BATCH and not worker.spares(blocks):
                 continue
             load = worker.load
             if is_suspect(request) and worker.suspects - {request.request_id}:

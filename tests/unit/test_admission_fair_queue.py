@@ -144,6 +144,9 @@ def test_nothing_is_lost_doubled_or_miscounted(
         for name in WEIGHTS:
             first_attempts = [e for e in waiting if e.request.tenant == name and e.request.attempt == 1]
             assert queue.tenant_tokens(name) == sum(entry.tokens for entry in first_attempts)
+            assert queue.tenant_requests(name) == len(first_attempts)
+        waits = {e.request.tenant for e in waiting if e.request.attempt == 1} | {"b"}
+        assert queue.share("b", WEIGHTS["b"]) == pytest.approx(1 / sum(WEIGHTS[name] for name in waits))
     assert sorted(id(serve(queue)) for _ in list(waiting)) == sorted(map(id, waiting))
     assert queue.first() is None
 
@@ -158,3 +161,53 @@ def test_many_cancels_leave_no_memory_behind() -> None:
         queue.cancel(gone)
     assert sum(len(line.items) for line in queue._lines.values()) <= 1_100
     assert serve(queue) is keep
+
+
+@given(st.lists(st.tuples(TENANTS, COSTS), max_size=80), TENANTS, COSTS)
+def test_what_is_ahead_is_estimated_from_above(
+    entries: list[tuple[str, int]], tenant: str, cost: int
+) -> None:
+    queue = FairQueue()
+    for name, tokens in entries:
+        queue.append(item(name, tokens), WEIGHTS[name])
+    estimate = queue.tokens_ahead(tenant, WEIGHTS[tenant], cost)
+    last = item(tenant, cost)
+    queue.append(last, WEIGHTS[tenant])
+    ahead = 0
+    while (first := serve(queue)) is not last:
+        ahead += first.tokens
+    # Requests are not cut: each tenant may be one of them ahead of the fluid model.
+    slack = sum(max((t for n, t in entries if n == name), default=0) for name in WEIGHTS)
+    assert ahead <= estimate + slack + cost * max(WEIGHTS.values())
+
+
+@given(st.lists(st.tuples(TENANTS, COSTS), min_size=1, max_size=60), st.integers(1, 20))
+def test_nothing_starves_inside_a_class(entries: list[tuple[str, int]], flood: int) -> None:
+    """Whoever waits is served, though others never stop coming, and before they got more than their share."""
+    queue = FairQueue()
+    mine = item("a", 50)
+    for name, tokens in entries:
+        queue.append(item(name, tokens), WEIGHTS[name])
+    queue.append(mine, WEIGHTS["a"])
+    bound = queue.num_requests + 10 * 50 * 100
+    for _ in range(bound):
+        for n in range(flood % 3 + 1):
+            queue.append(item("bc"[n % 2], 100), WEIGHTS["bc"[n % 2]])
+        if serve(queue) is mine:
+            return
+    raise AssertionError("it waits for ever")
+
+
+def test_the_longest_wait_is_of_what_still_waits() -> None:
+    queue = FairQueue()
+    early, late = item("a"), item("b")
+    late.queued_at = 40
+    retry = item("a", attempt=2)
+    assert queue.longest_wait_ms(100) == 0
+    for entry in (early, late, retry):
+        queue.append(entry, 1.0)
+    assert queue.longest_wait_ms(100) == 100
+    queue.cancel(early)
+    assert queue.longest_wait_ms(100) == 60
+    queue.cancel(late)
+    assert queue.longest_wait_ms(100) == 0  # a retry that no worker may take says nothing of the load
