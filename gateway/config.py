@@ -25,6 +25,7 @@ _POSITIVE = (
     "inline_body_bytes",
     "max_detach_s",
     "max_scans",
+    "kept_bytes",
     "succession_s",
 )
 
@@ -62,6 +63,9 @@ class GatewayConfig(CommonConfig):
         doc="Seconds a request with an Idempotency-Key goes on unread: time for its client to ask again.",
     )
     max_scans: int = setting(8, doc="Readings of the log at a time, for streams that clients come back to.")
+    kept_bytes: int = setting(
+        64 << 20, doc="Bytes of streams read back from the log, kept for the next client that reads them."
+    )
     succession_s: float = setting(
         25.0,
         doc="Seconds a lost gateway's slot may be empty before another one takes its requests over, and that"

@@ -1,9 +1,12 @@
-"""Reading streams back from the log: few consumers, however many clients come back.
+"""Reading streams back from the log: few consumers, however many clients come back, and however often.
 
-Clients whose streams lie in one reply partition share a reading of it. Who lies behind all that run waits for
-a new one, which begins where the first of those that wait begins; when it has caught up with another, that
-one takes its clients over. So of many that come back at once to a partition few readings are started, and
-one remains.
+What the gateway owns needs none (own_streams.py). Of the rest, clients whose streams lie in one reply
+partition share a reading of it. Who lies behind all that run waits for a new one, which begins where the
+first of those that wait begins; when it has caught up with another, that one takes its streams over. So of
+many that come back at once to a partition few readings are started, and one remains.
+
+A stream that no client reads any more is followed for a while, and its fold kept longer: who polls costs
+what has come since.
 """
 
 import asyncio
@@ -15,8 +18,10 @@ from contextlib import suppress
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
+from gateway.kept_folds import KeptFolds, Place
+from gateway.own_streams import OwnStreams
 from gateway.partition_scan import PartitionScan, joinable, stream_expired
-from gateway.replay import Replay
+from gateway.replay import Replay, StreamFold
 from schemas import topics
 from schemas.api.errors import ApiError
 from schemas.fleet import CONSUMER_SETTINGS
@@ -29,10 +34,17 @@ _POLL_MS = 100
 # aiokafka learns where a partition lies by failing once; with its 100 ms whoever comes back waits so long.
 _RETRY_BACKOFF_MS = 10
 _BATCH_RECORDS = 200  # some ms of decoding: the live streams' records wait no longer
+_KEPT_S = 600.0
+_JUST_NOW_S = 5.0  # who polls does so oftener
 
 
 class LogScans:
-    """At most `most` consumers. `clock_ms()` is the log's clock (schemas/fleet.py)."""
+    """At most `most` consumers. `clock_ms()` is the log's clock (schemas/fleet.py).
+
+    `own` is there once the gateway has joined. About `kept_bytes` of streams that nobody reads are kept.
+    """
+
+    own: OwnStreams | None = None
 
     def __init__(
         self,
@@ -40,62 +52,116 @@ class LogScans:
         decode: Callable[[ConsumerRecord], Awaitable[object]],
         clock_ms: Callable[[], int],
         most: int,
+        kept_bytes: int,
     ) -> None:
         self._bootstrap_servers = bootstrap_servers
         self._decode = decode
         self._clock_ms = clock_ms
         self._most = most
         self._scans: dict[PartitionScan, asyncio.Task[None]] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._read: dict[Place, StreamFold] = {}
+        self._kept = KeptFolds(kept_bytes, _KEPT_S)
+        self.started = 0
 
     def __len__(self) -> int:
-        return len(self._scans)
+        """The consumers that clients wait for."""
+        return sum(scan.read for scan in self._scans)
 
     def follow(self, partition: int, first_offset: int, replay: Replay) -> None:
         """Feeds `replay` until it is done or leaves. Raises ApiError 503 when there are too many scans.
 
         Where the log no longer holds `first_offset`, the replay's end is a 410.
         """
-        scan = joinable(self._scans, partition, first_offset)
-        if scan is not None:
-            scan.join(first_offset, replay)
-            return
-        if len(self._scans) >= self._most:
-            message = "too many streams are being read back from the log; try again"
-            raise ApiError(503, "too_many_replays", message, None, 1_000)
-        scan = PartitionScan(partition)
-        scan.join(first_offset, replay)
-        task = asyncio.create_task(self._run(scan))
-        self._scans[scan] = task
-        task.add_done_callback(lambda _: self._scans.pop(scan, None))
-
-    def replays(self) -> Iterator[tuple[int, Replay]]:
-        """All that are fed, with their partitions."""
-        return (
-            (scan.partition, replay)
-            for scan in self._scans
-            for those in scan.replays.values()
-            for replay in those
-        )
+        now = time.monotonic()
+        request_id, tenant = replay.request_id, replay.fold.tenant
+        place = Place(tenant, request_id, partition, first_offset)
+        fold = self._read.get(place) or self._kept.get(place)
+        if fold is None or fold.lost:
+            fold = None
+            if self.own is not None:
+                fold = self.own.fold(request_id, tenant, partition, first_offset, now)
+            if fold is None:
+                fold = replay.fold
+                fold.position = first_offset
+            fold.partition, fold.first_offset = partition, first_offset
+        if not (fold.over or fold.fed):
+            self._feed(fold)
+        self._kept.take(place)
+        self._read[place] = fold
+        fold.used_at = now
+        replay.attach(fold, now)
 
     def leave(self, replay: Replay) -> None:
-        for scan in self._scans:
-            scan.leave(replay)
+        fold, now = replay.fold, time.monotonic()
+        place = Place(fold.tenant, fold.request_id, fold.partition, fold.first_offset)
+        if replay not in fold.views:
+            return
+        fold.views.remove(replay)
+        fold.used_at = now
+        if not fold.views and self._read.get(place) is fold:
+            del self._read[place]
+            if not fold.lost:
+                self._kept.put(place, fold, now)
+
+    def followed(self) -> Iterator[StreamFold]:
+        """All that are fed, and that a client reads at this moment or has read just now."""
+        now = time.monotonic()
+        for scan in self._all():
+            yield from (fold for fold in scan if fold.views or now - fold.used_at < _JUST_NOW_S)
+
+    def tick(self, now: float) -> None:
+        """Ten times a second. `now`: monotonic s."""
+        self._kept.expire(now)
+        if self.own is not None:
+            self.own.tick(now, self._clock_ms())
 
     def end_all(self, error: ApiError) -> None:
-        for scan in self._scans:
+        for scan in self._all():
             scan.end_all(error)
 
     async def stop(self) -> None:
-        tasks = list(self._scans.values())
+        tasks = [*self._scans.values(), *self._stopping]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _all(self) -> list[PartitionScan]:
+        own = [] if self.own is None else self.own.feeds.values()
+        return [*self._scans, *own]
+
+    def _feed(self, fold: StreamFold) -> None:
+        scan = joinable(self._all(), fold.partition, fold.position)
+        if scan is None:
+            if len(self._scans) >= self._most:
+                self._make_room()
+            scan = PartitionScan(fold.partition)
+            task = asyncio.create_task(self._run(scan))
+            self.started += 1
+            self._scans[scan] = task
+            task.add_done_callback(lambda _: self._scans.pop(scan, None))
+        fold.caught_up = scan.caught_up and fold.position == scan.position
+        scan.join(fold)
+
+    def _make_room(self) -> None:
+        """Ends the scan that no client has waited for for longest. Raises ApiError 503 if there is none."""
+        idle = [scan for scan in self._scans if not scan.read]
+        if not idle:
+            message = "too many streams are being read back from the log; try again"
+            raise ApiError(503, "too_many_replays", message, None, 1_000)
+        scan = min(idle, key=lambda scan: scan.used_at)
+        for fold in list(scan):
+            scan.drop(fold)
+        task = self._scans.pop(scan)
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
+        task.cancel()
 
     async def _run(self, scan: PartitionScan) -> None:
         settings = {**CONSUMER_SETTINGS, "retry_backoff_ms": _RETRY_BACKOFF_MS}
         consumer = AIOKafkaConsumer(bootstrap_servers=self._bootstrap_servers, **settings)
         try:
-            await self._read(scan, consumer)
+            await self._read_log(scan, consumer)
         except OffsetOutOfRangeError:
             scan.end_all(stream_expired())
         except (TimeoutError, KafkaError) as e:
@@ -112,7 +178,7 @@ class LogScans:
             with suppress(TimeoutError, KafkaError):
                 await asyncio.wait_for(consumer.stop(), _STOP_S)
 
-    async def _read(self, scan: PartitionScan, consumer: AIOKafkaConsumer) -> None:
+    async def _read_log(self, scan: PartitionScan, consumer: AIOKafkaConsumer) -> None:
         partition = TopicPartition(topics.TOKENS, scan.partition)
         async with asyncio.timeout(_START_S):
             await consumer.start()
@@ -127,7 +193,7 @@ class LogScans:
         while scan.wanted:
             batches = await consumer.getmany(partition, timeout_ms=_POLL_MS, max_records=_BATCH_RECORDS)
             for messages in batches.values():
-                others = [s for s in self._scans if s.partition == scan.partition]
+                others = [s for s in self._all() if s.partition == scan.partition]
                 await scan.give(messages, self._decode, others)
             highwater = consumer.highwater(partition)
             caught_up = highwater is not None and scan.position == highwater

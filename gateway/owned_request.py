@@ -37,9 +37,9 @@ class OwnedRequest:
     way to the log. `over`: the log says the end. `first_offset`: nothing about it lies before. Of a request
     that was another owner's: until `kept_until` its clients may come back. Of one that is another's now:
     `claimed_from` is the owner that it is being claimed from, `ended_clock` when an attempt ended early.
-    `waived`: what it did costs nothing. `described`: it is stored, to be asked for again.
-    `stream_id` is where its answer is read. `joined`: another request with its Idempotency-Key was first, and
-    it is that one's answer that is shown.
+    `waived`: what it did costs nothing. `described`: it is stored, to be asked for again; `description` is
+    what was stored. `stream_id` is where its answer is read, "" of one that was not accepted here. `joined`:
+    another request with its Idempotency-Key was first, and it is that one's answer that is shown.
     """
 
     request: InferenceRequest
@@ -66,6 +66,7 @@ class OwnedRequest:
     waived: bool = False
     described: bool = False
     stream_id: str = ""
+    description: str | None = None
     joined: Joined | None = None
     stray_cancels: dict[Run, int] = field(default_factory=dict)
 

@@ -1,4 +1,7 @@
-"""One client that reads a stream from the log: its own fold of the request, and what it lacks of it."""
+"""A stream that is read from the log: one fold for all clients that read it here, and what each lacks."""
+
+import json
+from typing import Any
 
 from gateway.config import GatewayConfig
 from gateway.ends import error_of
@@ -7,10 +10,15 @@ from gateway.reader import Reader, StreamReader
 from schemas.api.errors import ApiError
 from schemas.models import LoadedModel
 from schemas.records import Cancellation, Completion, Described, Failed, Rejected, TokenChunk
+from schemas.sampling import TokenLogprobs
 from schemas.stream_state import RETRYABLE_FINISHES, Effect, ReplyRecord, Run, StreamState
 
 # An owner says Retry or Failed within milliseconds, one that was stopped for a while when it wakes.
 RETRY_WAIT_MS = 10_000
+# What a fold costs beside its tokens; a token: its place in the list and an int.
+_FOLD_BYTES = 2_000
+_TOKEN_BYTES = 40
+_LOGPROBS_BYTES = 200
 
 
 class ReplayReader(StreamReader):
@@ -34,89 +42,236 @@ class ReplayReader(StreamReader):
         )
 
 
-class Replay:
-    """Feeds `reader` from the records of one reply partition. Pure but for the reader's waking.
+class StreamFold:
+    """What the records of one reply partition say about a request. Pure but for its readers' waking.
 
-    Give it all records of the partition from the request's first one on, in order.
+    Give it all records of the partition from the request's first one on, in order; some may come again.
+    `position`: while nobody gives it records, those before were given. `views` are the clients; `used_at` is
+    when the last one came or left (monotonic s). `created` is the response as it was created, once that was
+    read. `caught_up`: all that the log held about the request was read. `over`: its end was told, nothing
+    more will come; `lost`: nothing more will, and what came before it may lack. `waived`: its client was
+    refused.
     """
 
-    __slots__ = ("_ended_at", "_ended_clock", "_stopped", "reader", "request_id", "state", "tenant")
+    __slots__ = (
+        "_ended_clock",
+        "_logprobs",
+        "_stopped",
+        "caught_up",
+        "created",
+        "ended_at",
+        "fed",
+        "first_offset",
+        "kept",
+        "lost",
+        "over",
+        "partition",
+        "position",
+        "request_id",
+        "state",
+        "tenant",
+        "used_at",
+        "views",
+        "waived",
+    )
 
-    def __init__(self, request_id: bytes, tenant: str, reader: Reader) -> None:
+    def __init__(self, request_id: bytes, tenant: str, state: StreamState | None = None) -> None:
         self.request_id = request_id
         self.tenant = tenant
-        self.reader = reader
-        self.state = StreamState(request_id)
-        reader.token_ids = self.state.token_ids
-        self._ended_at: int | None = None
+        self.state = StreamState(request_id) if state is None else state
+        self.partition = self.first_offset = self.position = 0
+        self.views: list[Replay] = []
+        self.used_at = 0.0
+        self.fed = False
+        self.kept = False
+        self.created: dict[str, Any] | None = None
+        self.caught_up = False
+        self.over = False
+        self.lost = False
+        self.waived = False
+        self.ended_at: int | None = None
         self._ended_clock: int | None = None
         self._stopped = False
+        self._logprobs: list[TokenLogprobs | None] = []  # shorter than the tokens where none were told
 
     @property
     def done(self) -> bool:
         """Nothing more will come."""
-        return self.reader.end is not None or self.reader.disconnected
+        return self.over or self.lost
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs | None]:
+        return self._logprobs
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it holds."""
+        tokens = len(self.state.token_ids)
+        alternatives = sum(len(told.top_token_ids) for told in self._logprobs if told is not None)
+        described = 0 if self.created is None else len(json.dumps(self.created))
+        told = _LOGPROBS_BYTES * len(self._logprobs) + 2 * _TOKEN_BYTES * alternatives
+        return _FOLD_BYTES + described + _TOKEN_BYTES * tokens + told
 
     def on_chunk(self, run: Run, chunk: TokenChunk, timestamp_ms: int, now: float) -> None:
         """`timestamp_ms` is broker time, `now` monotonic seconds."""
         if self.done:
             return
-        state, reader = self.state, self.reader
+        state = self.state
         before = len(state.token_ids)
         effect = state.apply_chunk(run, chunk, timestamp_ms)
-        if effect not in (Effect.TOKENS, Effect.BOUND):
-            return
-        if not reader.bound:
-            reader.on_bound(state.model)
-        if effect is Effect.TOKENS:
-            if reader.told is not None:
-                told = chunk.logprobs[before - chunk.position :]
-                reader.told.add(state.token_ids[before:], told, chunk.finish_reason)
-            reader.on_tokens(len(state.token_ids), chunk.finish_reason, now)
+        if effect is Effect.BOUND:
+            for view in self.views:
+                view.bind()
+        elif effect is Effect.TOKENS:
+            logprobs = chunk.logprobs[before - chunk.position :] if chunk.logprobs else []
+            if logprobs:
+                self._logprobs += [None] * (before - len(self._logprobs))
+                self._logprobs += logprobs[: len(state.token_ids) - before]
+            for view in self.views:
+                view.show(before, logprobs, chunk.finish_reason, now)
 
     def on_record(self, record: ReplyRecord, timestamp_ms: int) -> None:
         if self.done:
             return
         effect = self.state.apply(record, timestamp_ms)
-        if effect is Effect.BOUND and not self.reader.bound:
-            self.reader.on_bound(self.state.model)
+        if effect is Effect.BOUND:
+            for view in self.views:
+                view.bind()
         elif effect is Effect.RETRIED:
-            self._ended_at = self._ended_clock = None
+            self.ended_at = self._ended_clock = None
         elif effect is Effect.ENDED:
-            self._on_end(timestamp_ms)
+            end = self.state.end
+            if isinstance(end, Completion) and end.finish_reason in RETRYABLE_FINISHES and not self._stopped:
+                # Only the attempt is over, unless its owner wanted that: it says so where others may care.
+                self.ended_at = timestamp_ms
+            else:
+                self.settle()
 
     def on_cancellation(self, record: Cancellation) -> None:
-        """The end was asked for: a Completion `cancelled` is it, and no retry comes."""
+        """The end was asked for."""
         if record.tenant != self.tenant or self.done:
             return
+        if record.waived:
+            self.waived = True
+            for view in self.views:
+                view.on_waived()
+        self.stop()
+
+    def stop(self) -> None:
+        """A Completion `cancelled` is the end, and no retry comes."""
         self._stopped = True
-        if self._ended_at is not None:
-            self._tell_end()
+        if self.ended_at is not None and not self.done:
+            self.settle()
 
     def on_description(self, record: Described) -> None:
-        """For those who answer in the form of the API that took the request."""
+        self.created = json.loads(record.body)
+        for view in self.views:
+            view.on_news()
 
     def on_time(self, given_ms: int, clock_ms: int | None) -> None:
         """`given_ms`: broker time of the last record that was given. `clock_ms`: the log's clock, when all
         records there are were given."""
-        if self._ended_at is None or self.done:
+        if clock_ms is not None and not self.caught_up:
+            self.caught_up = True
+            for view in self.views:
+                view.on_news()
+        if self.ended_at is None or self.done:
             return
-        waited = given_ms - self._ended_at
+        waited = given_ms - self.ended_at
         if clock_ms is not None:
             self._ended_clock = clock_ms if self._ended_clock is None else self._ended_clock
             waited = max(waited, clock_ms - self._ended_clock)
         if waited >= RETRY_WAIT_MS:
-            self._tell_end()
+            self.settle()
 
-    def _on_end(self, timestamp_ms: int) -> None:
-        end = self.state.end
-        if isinstance(end, Completion) and end.finish_reason in RETRYABLE_FINISHES and not self._stopped:
-            # Only the attempt is over, unless its owner wanted that: it says so where others may care.
-            self._ended_at = timestamp_ms
+    def settle(self) -> None:
+        """The end that it has is the last word."""
+        self.over = True
+        for view in self.views:
+            view.tell_end()
+
+    def lose(self, error: ApiError) -> None:
+        """It cannot be read on."""
+        self.lost = not self.over
+        for view in self.views:
+            view.reader.on_end(error)
+
+
+class Replay:
+    """One client of a fold: it is shown by `reader` what the fold holds when it comes, and what comes then.
+
+    `fold` is its own until it is shown another.
+    """
+
+    __slots__ = ("fold", "reader")
+
+    def __init__(self, request_id: bytes, tenant: str, reader: Reader) -> None:
+        self.reader = reader
+        self.fold = StreamFold(request_id, tenant)
+        self.fold.views.append(self)
+        reader.token_ids = self.fold.state.token_ids
+
+    @property
+    def request_id(self) -> bytes:
+        return self.fold.request_id
+
+    @property
+    def state(self) -> StreamState:
+        return self.fold.state
+
+    @property
+    def done(self) -> bool:
+        """There is nothing more to show, or no one."""
+        return self.reader.end is not None or self.reader.disconnected
+
+    def attach(self, fold: StreamFold, now: float) -> None:
+        """Shows what `fold` holds, as if each record came now (monotonic s), and what comes."""
+        self.fold.views.remove(self)
+        self.fold = fold
+        fold.views.append(self)
+        state = fold.state
+        count, unstopped = len(state.token_ids), state.num_unstopped
+        self.reader.token_ids = state.token_ids
+        if state.run is not None or state.lost or count:
+            self.bind()
+        if unstopped is None and (count or state.finish_reason is not None):
+            self.show(0, fold.logprobs, state.finish_reason, now)
+        elif unstopped is not None:
+            if unstopped:
+                self.reader.on_tokens(unstopped, None, now)
+            self.show(0, fold.logprobs, "stop", now)
+        if fold.waived:
+            self.on_waived()
+        if fold.over:
+            self.tell_end()
+
+    def bind(self) -> None:
+        if not (self.reader.bound or self.done):
+            self.reader.on_bound(self.state.model)
+
+    def show(
+        self,
+        begin: int,
+        logprobs: list[TokenLogprobs] | list[TokenLogprobs | None],
+        finish_reason: str | None,
+        now: float,
+    ) -> None:
+        """The output tokens from position `begin` on are new."""
+        reader = self.reader
+        if self.done:
             return
-        self._tell_end()
+        self.bind()
+        if reader.told is not None:
+            reader.told.add(reader.token_ids[begin:], logprobs, finish_reason)
+        reader.on_tokens(len(reader.token_ids), finish_reason, now)
 
-    def _tell_end(self) -> None:
+    def on_news(self) -> None:
+        """The fold knows something more beside the output."""
+
+    def on_waived(self) -> None:
+        """The client of the request was refused."""
+
+    def tell_end(self) -> None:
         match self.state.end:
             case Completion() as end:
                 self.reader.on_end(end)
@@ -136,19 +291,17 @@ class JoinedReplay(Replay):
         super().__init__(request_id, tenant, reader)
         self.waived = False
 
-    def on_cancellation(self, record: Cancellation) -> None:
-        if record.waived and record.tenant == self.tenant and not self.done:
+    def on_waived(self) -> None:
+        if not self.done:
             # Admission has not heard yet that the key is free.
             self.waived = True
             message = "the request that was first with this Idempotency-Key was refused; try again"
             self.reader.on_end(ApiError(409, "idempotency_key_in_use", message, None, 1_000))
-            return
-        super().on_cancellation(record)
 
-    def _tell_end(self) -> None:
+    def tell_end(self) -> None:
         end = self.state.end
         if isinstance(end, Completion) and end.finish_reason in RETRYABLE_FINISHES:
             message = "the request that was first with this Idempotency-Key was stopped; ask with another key"
             self.reader.on_end(ApiError(410, "cancelled", message))
         else:
-            super()._tell_end()
+            super().tell_end()

@@ -1,6 +1,5 @@
 """A response read back from the log: the stream's replay, and what /v1/responses has to know beside it."""
 
-import json
 from typing import Any
 
 from gateway.config import GatewayConfig
@@ -8,7 +7,7 @@ from gateway.reader import End
 from gateway.replay import RETRY_WAIT_MS, Replay, ReplayReader
 from gateway.told_tokens import ToldTokens
 from schemas.models import LoadedModel
-from schemas.records import Completion, Described
+from schemas.records import Completion
 
 
 class ResponseReader(ReplayReader):
@@ -25,23 +24,22 @@ class ResponseReplay(Replay):
     """`created` is the response as it was created, once that was read. `caught_up`: all that the log holds
     about the request was read, so its state is that of now."""
 
-    __slots__ = ("caught_up", "created", "response_reader")
+    __slots__ = ("response_reader",)
 
     def __init__(self, request_id: bytes, tenant: str, reader: ResponseReader) -> None:
         super().__init__(request_id, tenant, reader)
         self.response_reader = reader
-        self.created: dict[str, Any] | None = None
-        self.caught_up = False
 
-    def on_description(self, record: Described) -> None:
-        self.created = json.loads(record.body)
+    @property
+    def created(self) -> dict[str, Any] | None:
+        return self.fold.created
+
+    @property
+    def caught_up(self) -> bool:
+        return self.fold.caught_up
+
+    def on_news(self) -> None:
         self.response_reader.on_news()
-
-    def on_time(self, given_ms: int, clock_ms: int | None) -> None:
-        super().on_time(given_ms, clock_ms)
-        if clock_ms is not None and not self.caught_up:
-            self.caught_up = True
-            self.response_reader.on_news()
 
     def end_by(self, now_ms: int) -> End | None:
         """The end if there is one. `now_ms`: ms of the epoch, as the broker's clock has it.
@@ -49,7 +47,8 @@ class ResponseReplay(Replay):
         Whoever reads for a moment cannot wait and see whether a retry comes: it looks how long ago the
         attempt failed.
         """
-        if self.reader.end is not None or self._ended_at is None:
+        ended_at = self.fold.ended_at
+        if self.reader.end is not None or ended_at is None:
             return self.reader.end
         end = self.state.end
-        return end if isinstance(end, Completion) and now_ms - self._ended_at >= RETRY_WAIT_MS else None
+        return end if isinstance(end, Completion) and now_ms - ended_at >= RETRY_WAIT_MS else None

@@ -8,14 +8,16 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from aiokafka import ConsumerRecord
 from aiokafka.errors import KafkaError
 
 from gateway.config import GatewayConfig
 from gateway.http_server import HttpServer, listen
 from gateway.log_scans import LogScans
 from gateway.outbox import Outbox
+from gateway.own_streams import OwnStreams
 from gateway.owned_request import OwnedRequest
-from gateway.owner import Owner
+from gateway.owner import Owner, reply_partitions
 from gateway.reply_offsets import ReplyOffsets
 from gateway.serving import Serving
 from gateway.succession import Succession
@@ -61,6 +63,7 @@ class Gateway:
         )
         self._offsets = ReplyOffsets(config.kafka, config.slot)
         self._succession: Succession | None = None
+        self._own: OwnStreams | None = None
         self._awakening: asyncio.Task[None] | None = None
         self.serving.reply_offset = self._log.reply_offset
         self._server = HttpServer(self.serving)
@@ -122,7 +125,9 @@ class Gateway:
         serving.models_loaded_at = int(time.time())
         serving.outbox = Outbox(config.kafka, self._on_sent)
         clock = serving.view.clock
-        serving.scans = LogScans(config.kafka, self._log.decode, lambda: clock.now_ms, config.max_scans)
+        serving.scans = LogScans(
+            config.kafka, self._log.decode, lambda: clock.now_ms, config.max_scans, config.kept_bytes
+        )
         try:
             async with asyncio.timeout(config.start_timeout_s):
                 await serving.outbox.start()
@@ -143,7 +148,7 @@ class Gateway:
         kept_ms = int(config.succession_s * 1000)
         serving.owner = Owner(config.slot, epoch, config.shards, config.cancel_timeout_ms, kept_ms)
         serving.owner.position = self._log.reply_offset
-        serving.owner.on_over = serving.over
+        serving.owner.on_over = self._on_over
         self._succession = Succession(
             config,
             serving.owner,
@@ -155,7 +160,9 @@ class Gateway:
             self._log.reply_offset,
             self._log.at_reply_end,
         )
-        self._log.on_each = self._succession.on_own_record
+        positions = {p: self._log.reply_offset(p) for p in reply_partitions(config.slot)}
+        self._own = serving.scans.own = OwnStreams(serving.owner, positions)
+        self._log.on_each = self._on_each
         serving.joined = True
         # Models and templates stay for ever: the collector need not walk them.
         gc.collect()
@@ -193,6 +200,18 @@ class Gateway:
         else:
             self.serving.outbox.put(owner.on_record(record, timestamp_ms))
 
+    def _on_each(self, record: object, message: ConsumerRecord) -> None:
+        """Any record of this slot's reply partitions, while there may be some of earlier lives."""
+        assert self._succession is not None
+        assert self._own is not None
+        self._succession.on_own_record(record, message)
+        self._own.on_record(record, message)
+
+    def _on_over(self, owned: OwnedRequest) -> None:
+        self.serving.over(owned)
+        if self._own is not None:
+            self._own.on_over(owned)
+
     def _on_sent(self, owned: OwnedRequest, offset: int) -> None:
         self.serving.owner.on_sent(owned, offset)
 
@@ -226,8 +245,9 @@ class Gateway:
             if not serving.owner.feel(now) and self._awakening is None:
                 self._awakening = asyncio.create_task(self._awake())
             serving.outbox.put(serving.owner.tick(serving.view, time.time_ns() // 1_000_000, now))
-            if self._succession is not None and self._succession.own_settled:
-                self._log.on_each = None
+            serving.scans.tick(now)
+            if self._succession is not None and self._own is not None and self._succession.own_settled:
+                self._log.on_each = self._own.on_record
 
     async def _awake(self) -> None:
         """This process stood still for a while: first it reads what others have said meanwhile."""

@@ -19,7 +19,6 @@ from gateway.following import COMMIT_S, Following, oldest_open
 from gateway.log_scans import LogScans
 from gateway.outbox import Outbox
 from gateway.owner import Owner
-from gateway.replay import Replay
 from gateway.reply_offsets import ReplyOffsets
 from gateway.request_lookup import RequestLookup
 from gateway.slot_watch import SlotWatch
@@ -171,7 +170,7 @@ class Succession:
 
     async def _take_over(self) -> None:
         clock_ms = self._view.clock.now_ms
-        read_here = {replay.request_id for _, replay in self._replays()}
+        read_here = {fold.request_id for fold in self._scans.followed()}
         estates = [(self.own, True, True)]
         estates += [(f.estate, self._slots.is_vacant(s), f.caught_up) for s, (f, _) in self._followed.items()]
         for estate, everything, caught_up in estates:
@@ -223,13 +222,10 @@ class Succession:
         except (TimeoutError, KafkaError) as e:
             log.warning("offsets could not be committed; again", extra={"error": repr(e)})
 
-    def _replays(self) -> Iterator[tuple[int, Replay]]:
-        return ((partition, replay) for partition, replay in self._scans.replays() if not replay.done)
-
     def _slots_read_here(self) -> Iterator[int]:
         """Slots where a stream lies that is read here and whose owner is lost."""
-        for partition, replay in self._replays():
-            state, slot = replay.state, topics.shard_of(partition)
+        for fold in self._scans.followed():
+            state, slot = fold.state, topics.shard_of(fold.partition)
             owner_slot = slot if state.owner_slot is None else state.owner_slot
             if state.owner_epoch is not None and self._slots.lost(owner_slot, state.owner_epoch):
                 yield slot

@@ -25,7 +25,7 @@ class ToldTokens:
         self._hidden = 0
 
     def add(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], finish_reason: str | None
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], finish_reason: str | None
     ) -> None:
         """New output tokens. Those whose log probabilities a worker left out are never given out."""
         self._ids += token_ids

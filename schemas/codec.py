@@ -131,6 +131,11 @@ class Codec:
             raise CodecError(f"{cls.__name__} does not fit its schema: {e}") from e
         return out.getvalue()
 
+    def record_class(self, data: bytes) -> type | None:
+        """What `decode` would return, by the header alone; None where it would raise for the header."""
+        entry = self._readers.get(data[:HEADER_BYTES])
+        return None if entry is None else entry[1]
+
     def decode(self, data: bytes) -> Record:
         """The record in `data`. Raises UnknownSchemaError or CodecError with what was found."""
         entry = self._readers.get(data[:HEADER_BYTES])

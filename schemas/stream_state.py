@@ -6,7 +6,7 @@ arrive at the same state. Records of one producer keep their order, those of dif
 The fold is pure: it sends nothing and knows no time but the broker's timestamps in the log.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -70,7 +70,8 @@ class StreamState:
     last record from the bound run. `owner_slot` is the gateway slot that claimed it, None while it belongs to
     who accepted it. `request_at` is where a record of it, of whatever attempt, lies in inference.requests:
     (partition, offset). Of earlier attempts: `num_carried` output tokens count, and `lost` are
-    the runs that were bound.
+    the runs that were bound. `num_unstopped` is how many tokens counted before the chunk that said "stop",
+    None while none did or tokens came behind it: what of that chunk is shown, its Completion says.
     """
 
     request_id: bytes
@@ -83,6 +84,7 @@ class StreamState:
     requests_offset: int | None = None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    num_unstopped: int | None = None
     gap: Gap | None = None
     end: Completion | Rejected | Failed | None = None
     strays: set[Run] = field(default_factory=set)
@@ -102,6 +104,16 @@ class StreamState:
         """A Retry from the owner would count: the request is open, or only its attempt failed."""
         return self.end is None or (
             isinstance(self.end, Completion) and self.end.finish_reason in RETRYABLE_FINISHES
+        )
+
+    def copy(self, token_ids: list[int]) -> "StreamState":
+        """One that goes its own way, with these output tokens."""
+        return replace(
+            self,
+            token_ids=token_ids,
+            strays=self.strays.copy(),
+            lost=self.lost.copy(),
+            readers=self.readers.copy(),
         )
 
     def apply(self, record: ReplyRecord, timestamp_ms: int = 0) -> Effect:
@@ -170,6 +182,10 @@ class StreamState:
             return Effect.IGNORED
         self.token_ids += chunk.token_ids[known:]
         self.finish_reason = chunk.finish_reason
+        if chunk.finish_reason == "stop":
+            self.num_unstopped = counted if self.num_unstopped is None else self.num_unstopped
+        elif self.num_unstopped is not None:
+            self.num_unstopped = None
         return Effect.TOKENS
 
     def _dispatched(self, record: Dispatched, timestamp_ms: int) -> Effect:

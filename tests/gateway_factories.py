@@ -89,7 +89,7 @@ class Stand:
         self.serving = Serving(config(**changes), self._catch_up_tenants)
         self.outbox = RecordingOutbox()
         self.serving.outbox = self.outbox
-        self.serving.scans = LogScans("nowhere:1", self._decode, lambda: 0, most=2)
+        self.serving.scans = LogScans("nowhere:1", self._decode, lambda: 0, most=2, kept_bytes=1 << 20)
         self.serving.owner = Owner(SLOT, EPOCH, shards=4, cancel_timeout_ms=30_000)
         self.serving.owner.on_over = self.serving.over
         self.serving.models = {"simulated": MODEL}

@@ -100,7 +100,7 @@ def _config(broker: Broker, slot: int) -> GatewayConfig:
         cancel_timeout_ms=1_000,
         drain_s=5.0,
         stream_secret="for both gateways",
-        max_scans=4,
+        max_scans=3,
     )
 
 

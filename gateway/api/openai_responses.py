@@ -31,7 +31,7 @@ from schemas.api.errors import ApiError
 from schemas.api.prepare import Prepared
 from schemas.api.response_object import PREFIX, created_response, ended_response
 from schemas.api.responses import ResponsesBody, prepare_response
-from schemas.records import Described, InferenceRequest
+from schemas.records import Described
 from schemas.tokenization import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ async def _know_who_is_first(owned: OwnedRequest, reader: Reader, timeout_s: flo
 async def _send(serving: Serving, owned: OwnedRequest, created: dict[str, Any]) -> None:
     """Returns when the broker has the request, and what is stored of it: who has an answer can read it
     again. Raises ApiError 503."""
-    describe = [_describe(serving, owned.request, created)] if created["store"] else []
+    describe = [_describe(serving, owned, created)] if created["store"] else []
     await asyncio.gather(send(serving, owned), *describe)
 
 
@@ -142,8 +142,10 @@ def _as_first(created: dict[str, Any], owned: OwnedRequest) -> dict[str, Any]:
     return {**created, "id": f"{PREFIX}{owned.stream_id}", "created_at": owned.answer_at_s}
 
 
-async def _describe(serving: Serving, request: InferenceRequest, created: dict[str, Any]) -> None:
-    record = Described(request.request_id, sse.to_json(created).decode())
+async def _describe(serving: Serving, owned: OwnedRequest, created: dict[str, Any]) -> None:
+    request = owned.request
+    owned.description = sse.to_json(created).decode()
+    record = Described(request.request_id, owned.description)
     try:
         await serving.outbox.send_description(record, request.reply_partition, serving.config.ack_timeout_s)
     except (TimeoutError, KafkaError) as e:

@@ -98,6 +98,27 @@ async def test_a_background_response_is_followed_at_another_gateway(pair: Gatewa
     assert pair.driver.cancellations.empty()
 
 
+async def test_who_polls_reads_no_log_where_it_is_known(pair: GatewayPair) -> None:
+    worker = LedWorker(TOKENS, allowed=3)
+    pair.driver.script = worker
+    scans = [gateway.serving.scans for gateway in pair.gateways]
+    before = [each.started for each in scans]
+    name = (await create(pair, background=True)).json()["id"]
+    for client in (pair.owner, pair.other):
+        await until_status(client, name, "in_progress")
+    worker.allow(len(TOKENS))
+    done = [await until_status(client, name, "incomplete") for client in (pair.owner, pair.other)]
+    assert done[0] == done[1] == (await get(pair.owner, name)).json()
+    assert done[0]["output"][0]["content"][0]["text"] == TEXT
+    streamed = [(await get(client, name, "?stream=true")).text for client in (pair.owner, pair.other)]
+    assert pieces(streamed[0]) == pieces(streamed[1])
+    assert [each.started for each in scans] == [before[0], before[1] + 1]
+    # One that nobody asked for while it ran is known where it ran.
+    name = (await create(pair)).json()["id"]
+    assert (await get(pair.owner, name)).json()["status"] == "incomplete"
+    assert scans[0].started == before[0]
+
+
 _CHANGES = ("status", "output", "usage", "incomplete_details")
 
 

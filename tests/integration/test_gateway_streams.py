@@ -170,20 +170,58 @@ async def test_readings_are_bounded(api: Api) -> None:
     stream, _ = await finished(api)
     public_id = api.gateways[0].serving.public_ids.decode("acme", stream)
     ids = api.gateways[0].serving.public_ids
-    # Of requests that never were: each reading waits for an end that does not come.
+    # Of requests that never were: each reading waits for an end that does not come. Those of its own
+    # partitions (3 and 4) are soon at the end of what it reads anyway.
     places = [
-        ids.encode("acme", public_id._replace(reply_partition=p, request_id=bytes(16))) for p in range(5)
+        ids.encode("acme", public_id._replace(reply_partition=p, first_offset=0, request_id=bytes(16)))
+        for p in (3, 4, 0, 1, 2, 5)
     ]
-    held = [asyncio.create_task(api.read(place)) for place in places[:4]]
     scans = api.gateways[1].serving.scans
-    await until(lambda: len(scans) == 4)
-    refused = await api.read(places[4])
+    held = [asyncio.create_task(api.read(place)) for place in places[:2]]
+    assert scans.own is not None
+    own = scans.own.feeds
+    await until(lambda: own[3].read and own[4].read and len(scans) == 0)
+    held += [asyncio.create_task(api.read(place)) for place in places[2:5]]
+    await until(lambda: len(scans) == 3)
+    refused = await api.read(places[5])
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert refused.json()["error"]["code"] == "too_many_replays"
     for task in held:
         task.cancel()
     await asyncio.gather(*held, return_exceptions=True)
     await until(lambda: len(scans) == 0)
+    # They are read on for a while, but make room for whoever comes.
+    late = asyncio.create_task(api.read(places[5]))
+    await until(lambda: len(scans) == 1)
+    late.cancel()
+    await asyncio.gather(late, return_exceptions=True)
+
+
+async def test_what_was_read_here_is_read_again_without_the_log(api: Api) -> None:
+    worker = LedWorker(TOKENS, allowed=9)
+    api.driver.script = worker
+    scans = [gateway.serving.scans for gateway in api.gateways]
+    before = [each.started for each in scans]
+    async with api.owner.stream("POST", "/v1/generate", json=BODY, headers=HEADERS) as response:
+        stream = response.headers["x-headrace-stream"]
+        lines = response.aiter_lines()
+        async for line in lines:
+            if line == "id: 8":
+                break
+        again = [asyncio.create_task(api.read(stream, after, api.owner)) for after in (-1, 3, 8)]
+        elsewhere = [asyncio.create_task(api.read(stream, after)) for after in (-1, 3, 8)]
+        await until(lambda: len(scans[1]) == 1)
+        worker.allow(len(TOKENS))
+        answers = await asyncio.wait_for(asyncio.gather(*again, *elsewhere), 20)
+        body = "".join([line + "\n" async for line in lines])
+    for after, answer in zip((-1, 3, 8) * 2, answers, strict=True):
+        known = bytes(TOKENS[: after + 1]).decode(errors="ignore")
+        assert known + parse(answer.text)[0] == TEXT
+        assert answer.text.endswith(body[-200:])
+    for client in (api.owner, api.other):  # and when it has ended
+        assert (await api.read(stream, client=client)).text == answers[0].text
+    assert [each.started for each in scans] == [before[0], before[1] + 1]
+    assert (await api.read(stream, client=api.owner)).text == answers[0].text
 
 
 async def read_some(api: Api, up_to: int, **headers: str) -> tuple[str, str]:

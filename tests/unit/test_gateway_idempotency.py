@@ -69,9 +69,9 @@ async def first_and_second(
 
 
 def feed(replay: Replay, request: InferenceRequest, text: bytes, finish: str = "length") -> None:
-    replay.on_record(Dispatched(request.request_id, 1, EPOCH, *RUN, "simulated"), 0)
-    replay.on_chunk(RUN, TokenChunk(request.request_id, 1, 0, list(text), finish), 0, 0.0)
-    replay.on_record(Completion(request.request_id, 1, *RUN, 3, 0, len(text), finish), 0)
+    replay.fold.on_record(Dispatched(request.request_id, 1, EPOCH, *RUN, "simulated"), 0)
+    replay.fold.on_chunk(RUN, TokenChunk(request.request_id, 1, 0, list(text), finish), 0, 0.0)
+    replay.fold.on_record(Completion(request.request_id, 1, *RUN, 3, 0, len(text), finish), 0)
 
 
 async def test_the_key_and_what_was_asked_go_to_admission() -> None:
@@ -170,7 +170,7 @@ async def test_a_first_that_was_stopped_is_no_answer() -> None:
     first, _, call = await first_and_second(made, "/v1/generate", BODY)
     replay = scans.followed[0][2]
     feed(replay, first, b"a", "cancelled")
-    replay.on_time(20_000, None)
+    replay.fold.on_time(20_000, None)
     await call.finish()
     assert (call.status, call.json()["error"]["code"]) == (410, "cancelled")
 
@@ -179,9 +179,9 @@ async def test_a_first_whose_client_was_refused_has_its_key_freed_once_more() ->
     made, scans = stand()
     first, _, call = await first_and_second(made, "/v1/generate", BODY)
     replay = scans.followed[0][2]
-    replay.on_cancellation(Cancellation(first.request_id, 1, "other", "refused", waived=True))
+    replay.fold.on_cancellation(Cancellation(first.request_id, 1, "other", "refused", waived=True))
     assert not replay.done
-    replay.on_cancellation(Cancellation(first.request_id, 1, "acme", "refused", waived=True))
+    replay.fold.on_cancellation(Cancellation(first.request_id, 1, "acme", "refused", waived=True))
     await call.finish()
     assert (call.status, call.json()["error"]["code"]) == (409, "idempotency_key_in_use")
     assert call.headers[b"retry-after"] == b"1"

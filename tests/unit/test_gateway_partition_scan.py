@@ -42,6 +42,11 @@ def log() -> list[ConsumerRecord]:
     return messages + [message(108 + n, end) for n, end in enumerate(ends)]
 
 
+def join(scan: PartitionScan, position: int, target: Replay) -> None:
+    target.fold.position = position
+    scan.join(target.fold)
+
+
 async def read(record: ConsumerRecord) -> object:
     return decode(record.value or b"")
 
@@ -56,7 +61,7 @@ async def test_who_waits_is_read_for_from_the_first_of_their_offsets() -> None:
     replays = [replay(), replay(), replay(RIDS[1])]
     for offset, target in zip((104, 100, 102), replays, strict=True):
         assert scan.may_join(offset)
-        scan.join(offset, target)
+        join(scan, offset, target)
     assert scan.wanted
     assert scan.begin(50, 111) == 100
     await scan.give(log(), read, [scan])
@@ -68,7 +73,7 @@ async def test_who_waits_is_read_for_from_the_first_of_their_offsets() -> None:
 
 async def test_only_what_was_not_given_yet_can_be_joined() -> None:
     scan = PartitionScan(3)
-    scan.join(100, replay())
+    join(scan, 100, replay())
     scan.begin(0, 200)
     await scan.give(log()[:4], read, [scan])
     assert not scan.may_join(103)
@@ -79,14 +84,14 @@ async def test_only_what_was_not_given_yet_can_be_joined() -> None:
 def test_what_the_log_does_not_hold_is_gone(offset: int) -> None:
     scan = PartitionScan(3)
     old, kept = replay(), replay()
-    scan.join(offset, old)
-    scan.join(50, kept)
+    join(scan, offset, old)
+    join(scan, 50, kept)
     assert scan.begin(50, 200) == 50
     assert isinstance(old.reader.end, ApiError)
     assert old.reader.end.status == 410
     assert kept.reader.end is None
     alone = PartitionScan(3)
-    alone.join(offset, replay())
+    join(alone, offset, replay())
     assert alone.begin(50, 200) is None
     assert not alone.wanted
 
@@ -95,10 +100,10 @@ async def test_a_scan_that_catches_up_gives_its_clients_to_the_one_ahead() -> No
     records = log()
     ahead, behind = PartitionScan(3), PartitionScan(3)
     first, late = replay(RIDS[0]), replay(RIDS[0])
-    ahead.join(100, first)
+    join(ahead, 100, first)
     ahead.begin(0, 200)
     await ahead.give(records[:5], read, [ahead])
-    behind.join(100, late)
+    join(behind, 100, late)
     behind.begin(0, 200)
     scans = [ahead, behind]
     await behind.give(records[:3], read, scans)
@@ -116,7 +121,7 @@ async def test_two_scans_that_stand_at_the_end_become_one() -> None:
     records = log()[:4]
     scans = [PartitionScan(3), PartitionScan(3)]
     for scan in scans:
-        scan.join(100, replay())
+        join(scan, 100, replay())
         scan.begin(0, 200)
         await scan.give(records, read, scans)
     assert [scan.wanted for scan in scans] == [True, False]
@@ -143,7 +148,7 @@ async def _run_scans(data: st.DataObject) -> None:
             if scan is None:
                 scan = PartitionScan(3)
                 scans.append(scan)
-            scan.join(first_offset, target)
+            join(scan, first_offset, target)
         elif scans:
             scan = data.draw(st.sampled_from(scans))
             if scan.position is None:
@@ -172,10 +177,10 @@ async def test_a_client_that_leaves_is_given_nothing_more() -> None:
     scan = PartitionScan(3)
     stays, leaves, never = replay(), replay(), replay()
     for target in (stays, leaves, never):
-        scan.join(100, target)
-    scan.leave(never)
+        join(scan, 100, target)
+    scan.drop(never.fold)
     scan.begin(0, 200)
-    scan.leave(leaves)
+    scan.drop(leaves.fold)
     await scan.give(log(), read, [scan])
     assert (text(stays), text(leaves), text(never)) == ("abcdefgh", "", "")
 
@@ -185,7 +190,7 @@ async def test_a_claim_of_all_is_every_replays_news() -> None:
     replays = [replay(rid) for rid in RIDS]
     for target in replays:
         target.state.owner_epoch = EPOCH
-        scan.join(100, target)
+        join(scan, 100, target)
     scan.begin(0, 200)
     await scan.give([message(100, Claim(EPOCH, 2, 99))], read, [scan])
     assert [target.state.owner_epoch for target in replays] == [99] * 3
@@ -194,9 +199,9 @@ async def test_a_claim_of_all_is_every_replays_news() -> None:
 async def test_the_end_of_a_scan_is_told_to_all_that_wait() -> None:
     running, starting = PartitionScan(3), PartitionScan(3)
     replays = [replay(), replay()]
-    running.join(100, replays[0])
+    join(running, 100, replays[0])
     running.begin(0, 200)
-    starting.join(100, replays[1])
+    join(starting, 100, replays[1])
     for scan in (running, starting):
         scan.end_all(ApiError(503, "broker_unavailable", "no"))
         assert not scan.wanted

@@ -49,9 +49,9 @@ def feed(target: Replay, steps: Iterable[Step], timestamp_ms: int = 0) -> list[t
     events = []
     for step in steps:
         if isinstance(step, TokenChunk):
-            target.on_chunk(RUN, step, timestamp_ms, 0.0)
+            target.fold.on_chunk(RUN, step, timestamp_ms, 0.0)
         else:
-            target.on_record(step, timestamp_ms)
+            target.fold.on_record(step, timestamp_ms)
         while taken := reader_of(target).take():
             events += taken
     return events
@@ -138,11 +138,11 @@ def test_a_retry_goes_on_where_the_first_attempt_was() -> None:
     second = Run(1, WORKER_EPOCH + 1)
     target = replay(0)
     feed(target, [dispatched(), TokenChunk(RID, 1, 0, [97, 98])])
-    target.on_record(Retry(RID, 2, EPOCH, "worker_lost"), 0)
-    target.on_chunk(RUN, TokenChunk(RID, 1, 2, [120]), 0, 0.0)  # the lost worker was not
-    target.on_chunk(second, TokenChunk(RID, 2, 2, [99], "length"), 0, 0.0)
+    target.fold.on_record(Retry(RID, 2, EPOCH, "worker_lost"), 0)
+    target.fold.on_chunk(RUN, TokenChunk(RID, 1, 2, [120]), 0, 0.0)  # the lost worker was not
+    target.fold.on_chunk(second, TokenChunk(RID, 2, 2, [99], "length"), 0, 0.0)
     assert reader_of(target).take() == [("c", 2)]
-    target.on_record(Completion(RID, 2, *second, 3, 0, 3, "length"), 0)
+    target.fold.on_record(Completion(RID, 2, *second, 3, 0, 3, "length"), 0)
     assert isinstance(target.reader.end, Completion)
 
 
@@ -160,7 +160,7 @@ def test_a_retry_goes_on_where_the_first_attempt_was() -> None:
 )
 def test_a_stream_that_failed_fails_again(end: Rejected | Failed, status: int, code: str) -> None:
     target = replay()
-    target.on_record(end, 0)
+    target.fold.on_record(end, 0)
     assert isinstance(target.reader.end, ApiError)
     assert (target.reader.end.status, target.reader.end.code) == (status, code)
     assert target.done
@@ -173,27 +173,27 @@ def test_the_end_of_an_attempt_waits_for_the_owners_word() -> None:
         feed(target, [dispatched(), cancelled], 1_000)
         assert not target.done
     # Later records show that no retry came.
-    in_history.on_time(1_000 + RETRY_WAIT_MS - 1, None)
+    in_history.fold.on_time(1_000 + RETRY_WAIT_MS - 1, None)
     assert not in_history.done
-    in_history.on_time(1_000 + RETRY_WAIT_MS, None)
+    in_history.fold.on_time(1_000 + RETRY_WAIT_MS, None)
     assert in_history.reader.end is cancelled
     # With nothing behind it, the log's clock does.
-    live.on_time(1_000, 5)
-    live.on_time(1_000, 5 + RETRY_WAIT_MS - 1)
+    live.fold.on_time(1_000, 5)
+    live.fold.on_time(1_000, 5 + RETRY_WAIT_MS - 1)
     assert not live.done
-    live.on_time(1_000, 5 + RETRY_WAIT_MS)
+    live.fold.on_time(1_000, 5 + RETRY_WAIT_MS)
     assert live.reader.end is cancelled
-    retried.on_record(Retry(RID, 2, EPOCH, "cancelled"), 1_010)
-    retried.on_time(90_000, 90_000)
+    retried.fold.on_record(Retry(RID, 2, EPOCH, "cancelled"), 1_010)
+    retried.fold.on_time(90_000, 90_000)
     assert not retried.done
     # A client asked for it: nothing more will come.
-    asked.on_cancellation(Cancellation(RID, 1, "another", "cancelled"))
-    asked.on_cancellation(Cancellation(RID, 1, "acme", "cancelled"))
+    asked.fold.on_cancellation(Cancellation(RID, 1, "another", "cancelled"))
+    asked.fold.on_cancellation(Cancellation(RID, 1, "acme", "cancelled"))
     feed(asked, [dispatched(), cancelled], 1_000)
     assert asked.reader.end is cancelled
     late = replay()  # the word lies behind the end
     feed(late, [dispatched(), cancelled], 1_000)
-    late.on_cancellation(Cancellation(RID, 1, "acme", "disconnected"))
+    late.fold.on_cancellation(Cancellation(RID, 1, "acme", "disconnected"))
     assert late.reader.end is cancelled
 
 
@@ -207,6 +207,6 @@ def test_an_attempt_that_ended_and_is_not_tried_again_is_a_failure(reason: str) 
 
 def test_another_tenants_cancellation_is_no_word() -> None:
     target = replay()
-    target.on_cancellation(Cancellation(RID, 1, "another", "cancelled"))
+    target.fold.on_cancellation(Cancellation(RID, 1, "another", "cancelled"))
     feed(target, [dispatched(), completion(0, "cancelled")])
     assert not target.done

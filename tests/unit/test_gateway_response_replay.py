@@ -34,7 +34,7 @@ Step = TokenChunk | ReplyRecord
 
 def reading(after: int = -1) -> ResponseReplay:
     replay = ResponseReplay(RID, "acme", ResponseReader(config(), MODEL, after, 0.0))
-    replay.on_description(Described(RID, json.dumps(CREATED)))
+    replay.fold.on_description(Described(RID, json.dumps(CREATED)))
     return replay
 
 
@@ -68,7 +68,7 @@ def logs(draw: st.DrawFn) -> list[Step]:
 def read(steps: Iterable[Step], starting_after: int = -1) -> list[bytes]:
     """The events that a client gets which reads after each record."""
     replay = reading(position_behind(starting_after))
-    replay.on_cancellation(Cancellation(RID, 9, "acme", "cancelled"))  # a cancelled end is the end
+    replay.fold.on_cancellation(Cancellation(RID, 9, "acme", "cancelled"))  # a cancelled end is the end
     reader = replay.response_reader
     frames = ResponseFrames(
         CREATED,
@@ -82,9 +82,9 @@ def read(steps: Iterable[Step], starting_after: int = -1) -> list[bytes]:
     body = frames.first()
     for step in steps:
         if isinstance(step, TokenChunk):
-            replay.on_chunk(RUN, step, 0, 0.0)
+            replay.fold.on_chunk(RUN, step, 0, 0.0)
         else:
-            replay.on_record(step, 0)
+            replay.fold.on_record(step, 0)
         while reader.has_more:
             body += b"".join(frames.text(text, position) for text, position in reader.take())
     assert reader.end is not None
@@ -116,16 +116,16 @@ def status(replay: ResponseReplay, now_ms: int = 0) -> object:
 
 def test_an_attempt_that_failed_is_the_end_when_no_retry_came() -> None:
     replay = reading()
-    replay.on_record(Dispatched(RID, 1, EPOCH, *RUN, "simulated"), 1_000)
+    replay.fold.on_record(Dispatched(RID, 1, EPOCH, *RUN, "simulated"), 1_000)
     assert status(replay) is None
-    replay.on_record(Completion(RID, 1, *RUN, 3, 0, 0, "cancelled"), 2_000)
+    replay.fold.on_record(Completion(RID, 1, *RUN, 3, 0, 0, "cancelled"), 2_000)
     assert status(replay, 2_000 + RETRY_WAIT_MS - 1) is None
     assert status(replay, 2_000 + RETRY_WAIT_MS) == "cancelled"
-    replay.on_record(Retry(RID, 2, EPOCH, "worker_cancelled"), 2_001)
+    replay.fold.on_record(Retry(RID, 2, EPOCH, "worker_cancelled"), 2_001)
     assert status(replay, 2_000 + RETRY_WAIT_MS) is None
 
 
 def test_a_refusal_is_an_end() -> None:
     replay = reading()
-    replay.on_record(Rejected(RID, 1, 429, "token_rate_exceeded", "no"), 0)
+    replay.fold.on_record(Rejected(RID, 1, 429, "token_rate_exceeded", "no"), 0)
     assert status(replay) == "token_rate_exceeded"
