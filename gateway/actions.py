@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from schemas.headers import Headers
-from schemas.records import Attach, Cancellation, Claim, Detach, Failed, Retry, Usage
+from schemas.records import Attach, Cancellation, Claim, Detach, Failed, Restate, Retry, Usage
 
 if TYPE_CHECKING:
     from gateway.owned_request import OwnedRequest
@@ -52,4 +52,12 @@ class Bill:
     headers: Headers
 
 
-Action = SendRequest | Reply | Announce | Cancel | Bill
+@dataclass(frozen=True, slots=True)
+class Restated:
+    """To inference.requests, for who took the partition over."""
+
+    record: Restate
+    partition: int
+
+
+Action = SendRequest | Reply | Announce | Cancel | Bill | Restated

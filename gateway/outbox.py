@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
-from gateway.actions import Action, Announce, Bill, Cancel, Reply, SendRequest
+from gateway.actions import Action, Announce, Bill, Cancel, Reply, Restated, SendRequest
 from gateway.owned_request import OwnedRequest
 from schemas import topics
 from schemas.codec import encode
@@ -139,6 +139,9 @@ class Outbox:
                 await self._append(self.requests, _Record(topics.CANCELLATIONS, partition, value, []), action)
                 if behind_request:
                     await self._append(self.requests, _Record(topics.REQUESTS, partition, value, []), action)
+            case Restated(restate, partition):
+                value = encode(restate)
+                await self._append(self.requests, _Record(topics.REQUESTS, partition, value, []), action)
             case Bill(usage, partition, headers):
                 await self._append(
                     self._usage, _Record(topics.USAGE, partition, encode(usage), headers), action

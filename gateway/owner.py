@@ -12,6 +12,7 @@ from gateway.lifecycle import Lifecycle
 from gateway.owned_request import OwnedRequest
 from gateway.reader import Reader
 from gateway.resend import admission_status
+from gateway.restating import Restater
 from gateway.suspicion import excluded_slots, lost_epochs
 from schemas import topics
 from schemas.fleet import FleetView
@@ -67,6 +68,7 @@ class Owner:
         self.position: Callable[[int], int] = lambda partition: 0
         self.on_over: Callable[[OwnedRequest], None] = lambda owned: None
         self._life = Lifecycle(slot, epoch, cancel_timeout_ms, kept_ms)
+        self._restater = Restater(slot, epoch)
         self._ticked_at = 0.0
         self._deferred: list[tuple[OwnedRequest, list[Action]]] = []
         self._view = FleetView()
@@ -270,9 +272,13 @@ class Owner:
             for owned, deferred in self._deferred:
                 actions += [a for a in deferred if self._life.owns(owned) or isinstance(a, Announce)]
             self._deferred.clear()
+        admission = admission_status(view)
+        if not self.held:
+            # Before anything is sent again: who took a partition over waits for it.
+            own = (owned for owned in self.open.values() if self._life.owns(owned))
+            actions += self._restater.answers(admission, own, now_ms)
         if not self.open:
             return actions
-        admission = admission_status(view)
         for owned in list(self.open.values()):
             if owned.reader is not None:
                 owned.reader.on_quiet(now)

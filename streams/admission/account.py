@@ -49,12 +49,13 @@ class Charge:
 
 
 class Account:
-    """`concurrent`: requests open, `reserved`: their tokens."""
+    """`concurrent`: requests open, `reserved`: their tokens. `partition`: that of its requests, if known."""
 
-    __slots__ = ("_buckets", "concurrent", "limits", "reserved")
+    __slots__ = ("_buckets", "concurrent", "limits", "partition", "reserved")
 
     def __init__(self, limits: ClassLimits) -> None:
         self.limits = limits
+        self.partition: int | None = None
         self._buckets = {name: TokenBucket(most) for name, most in _per_minute(limits)}
         self.concurrent = 0
         self.reserved = 0

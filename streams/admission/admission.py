@@ -37,6 +37,7 @@ from streams.admission.memory import Phase, RequestMemory
 from streams.admission.model_queue import ModelQueue
 from streams.admission.prediction import OutputPredictor
 from streams.admission.refusal import RETRY_LATER_MS, Refusal
+from streams.admission.restating import Restating, settle_usage
 from streams.admission.router import Router, Worker
 from streams.admission.takeover import Takeover
 from streams.admission.tenants import Tenants
@@ -61,6 +62,7 @@ class Admission:
         self.fleet = FleetView()
         self.takeover = Takeover()
         self.limits = Limits()
+        self.restating = Restating(self.limits)
         self.tenants = Tenants(self.limits)
         self.router = Router()
         self.predictor = predictor or OutputPredictor()
@@ -110,6 +112,7 @@ class Admission:
                 request.sampling.max_tokens,
                 end_at,
                 now,
+                partition=partition,
             )
         )
         if refusal is not None:
@@ -147,18 +150,11 @@ class Admission:
             actions += [] if freed is None else [NoteKey(freed, partition)]
         return actions
 
-    def on_usage(self, usage: Usage, now: int) -> list[Action]:
-        """Settles the request's reservation; its place at the worker is free."""
+    def on_usage(self, usage: Usage, now: int, partition: int | None = None) -> list[Action]:
+        """Settles the request's reservation; its place at the worker is free. `partition`: where it lies."""
         used = usage.input_tokens + usage.output_tokens
-        self.limits.settle(
-            usage.request_id,
-            usage.tenant,
-            usage.priority,
-            usage.input_tokens,
-            usage.output_tokens,
-            usage.ended_at,
-            now,
-        )
+        if partition is None or not self.restating.keep(usage, partition):
+            settle_usage(self.limits, usage, usage.ended_at, now, partition)
         if usage.finish_reason in COMPLETE:
             self.predictor.observe(usage.tenant, usage.model, usage.output_tokens)
         if usage.slot is None or usage.epoch is None:
@@ -175,7 +171,9 @@ class Admission:
     def on_other_admission(self, statuses: Iterable[PartitionStatus], now: int) -> list[int]:
         """Another process says what it holds; returns the partitions that this one lost by it."""
         lost = [s.partition for s in statuses if self.takeover.heard(s.partition, s.takeover_offset)]
-        self._drop_partitions(lost, now)
+        if lost:
+            self._drop_partitions(lost)
+            self.restating.hold(self.takeover.held(), now)
         return lost
 
     def fleet_changed(self, now: int) -> list[Action]:
@@ -189,7 +187,8 @@ class Admission:
         What waits from partitions that went is dropped without a word: their new holder announces its
         takeover and the owners send again.
         """
-        self._drop_partitions(self.takeover.assign(end_offsets), now)
+        self._drop_partitions(self.takeover.assign(end_offsets))
+        self.restating.hold(self.takeover.held(), now)
 
     def on_dispatched(self, assign: Assign, offset: int) -> list[Action]:
         """The Dispatch was acked at `offset` of its mailbox partition."""
@@ -300,10 +299,9 @@ class Admission:
     def _no_worker(self, request: InferenceRequest) -> Refusal:
         return no_worker(request.model, self.policy.no_worker_wait_ms)
 
-    def _drop_partitions(self, partitions: Collection[int], now: int) -> None:
+    def _drop_partitions(self, partitions: Collection[int]) -> None:
         self.keys.drop(partitions)
         for item in self._backlog.of_partitions(set(partitions)):
             self._backlog.cancel(item)
             self._memory.forget(item.request.request_id, item.request.attempt)
-            if item.request.attempt == 1:
-                self.limits.release(item.request.request_id, now)
+        self.limits.drop(partitions)

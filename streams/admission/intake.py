@@ -38,13 +38,16 @@ class Intake:
         self._catch_up_tenants = catch_up_tenants
         self._parked: dict[int, list[tuple[InferenceRequest | Cancellation, bytes, int, str | None]]] = {}
 
-    def keys_loaded(self, partition: int) -> list[Action]:
-        """The partition's Idempotency-Keys are known: what to do about the requests that waited for that."""
-        return [
-            action
-            for record, raw, offset, trace in self._parked.pop(partition, ())
-            for action in self._serve(record, raw, partition, offset, trace)
-        ]
+    def look_again(self, partition: int) -> list[Action]:
+        """Something that the partition's requests waited for is known now: what to do about those."""
+        actions: list[Action] = []
+        for entry in self._parked.pop(partition, ()):
+            record, raw, offset, trace = entry
+            if self._must_wait(record, partition):
+                self._parked.setdefault(partition, []).append(entry)
+            else:
+                actions += self._serve(record, raw, partition, offset, trace)
+        return actions
 
     def assigned(self, partitions: Collection[int]) -> None:
         """What waits from other partitions is for their new holder, to whom the owners send it again."""
@@ -80,20 +83,31 @@ class Intake:
         match record:
             case InferenceRequest():
                 self._metrics.read_requests.inc()
-                waits = record.idempotency is not None
             case Cancellation():
                 self._metrics.read_cancellations.inc()
-                # It may mean one that waits here.
-                waits = record.key is not None or partition in self._parked
             case Restate():
+                self._admission.restating.on_restate(record, partition, self._clock())
                 return []
             case _:
                 raise CodecError(f"{type(record).__name__} does not belong on inference.requests")
         trace = traceparent(headers)
-        if waits and not self._admission.keys.is_loaded(partition):
+        if self._must_wait(record, partition):
             self._parked.setdefault(partition, []).append((record, raw, offset, trace))
             return []
         return self._serve(record, raw, partition, offset, trace)
+
+    def _must_wait(self, record: InferenceRequest | Cancellation, partition: int) -> bool:
+        """What earlier holders of the partition knew has to be known first."""
+        if isinstance(record, Cancellation):
+            # It may mean one that waits here.
+            if partition in self._parked:
+                return True
+            has_key, begins = record.key is not None, False
+        else:
+            has_key, begins = record.idempotency is not None, record.attempt == 1
+        if has_key and not self._admission.keys.is_loaded(partition):
+            return True
+        return begins and not self._admission.restating.is_open(partition)
 
     def _serve(
         self,

@@ -7,6 +7,7 @@ reservations that another process made, which the owners restate (restating.py).
 
 import heapq
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from schemas.records import ClassLimits, RateLimit, RestatedRequest, Tenant
@@ -29,7 +30,10 @@ class _Reservation:
 
 
 class Limits:
-    """Reservations of all tenants. Times are ms of the epoch, `now` never needs to be exact."""
+    """Reservations of all tenants. Times are ms of the epoch, `now` never needs to be exact.
+
+    `partition` is that of inference.requests where all requests of a tenant in a class lie.
+    """
 
     def __init__(self) -> None:
         self._limits: dict[str, dict[int, ClassLimits]] = {}
@@ -61,6 +65,8 @@ class Limits:
         output_tokens: int,
         end_at: int,
         now: int,
+        *,
+        partition: int | None = None,
     ) -> Refusal | None:
         """Reserves until settled or `end_at`. A retry reserves nothing new: it is paid for."""
         known = self._reservations.get(request_id)
@@ -71,27 +77,26 @@ class Limits:
             return None
         if attempt > 1:
             return None  # another process's reservation, not restated; its usage row will be charged here
-        account = self._account(tenant, priority)
+        account = self._account(tenant, priority, partition)
         refusal = account.refusal(input_tokens, output_tokens, now)
         if refusal is None:
             charges = account.take(input_tokens, output_tokens, now)
             self._open(request_id, tenant, priority, input_tokens + output_tokens, charges, end_at)
         return refusal
 
-    def restate(self, request: RestatedRequest, now: int, used: tuple[int, int] | None = None) -> None:
+    def restate(self, request: RestatedRequest, now: int, *, partition: int | None = None) -> None:
         """Takes over what another process let in: it counts as if it had been here.
 
-        `used`: (input, output) tokens that a usage row of an earlier attempt tells. One that is known
-        already stays as it is.
+        One that is known stays as it is.
         """
         request_id, end_at = request.request_id, now - request.age_ms + request.end_ms
         if request_id in self._reservations or end_at <= now:
             return
         tenant, priority = request.tenant, request.priority
-        input_tokens = max(request.input_tokens, used[0] if used else 0)
-        output_tokens = max(request.output_tokens, used[1] if used else 0)
-        charges = self._account(tenant, priority).take(input_tokens, output_tokens, now - request.age_ms)
-        self._open(request_id, tenant, priority, input_tokens + output_tokens, charges, end_at)
+        account = self._account(tenant, priority, partition)
+        charges = account.take(request.input_tokens, request.output_tokens, now - request.age_ms)
+        tokens = request.input_tokens + request.output_tokens
+        self._open(request_id, tenant, priority, tokens, charges, end_at)
 
     def settle(
         self,
@@ -102,6 +107,8 @@ class Limits:
         output_tokens: int,
         used_at: int,
         now: int,
+        *,
+        partition: int | None = None,
     ) -> None:
         """Charges what was used in place of what was reserved. Of several rows that with most tokens counts.
 
@@ -110,7 +117,8 @@ class Limits:
         used = input_tokens + output_tokens
         known = self._reservations.get(request_id)
         if known is None:
-            charges = self._account(tenant, priority).take(input_tokens, output_tokens, min(used_at, now))
+            account = self._account(tenant, priority, partition)
+            charges = account.take(input_tokens, output_tokens, min(used_at, now))
             self._reservations[request_id] = _Reservation(tenant, priority, used, charges, now, open=False)
         elif known.open:
             self._close(known)
@@ -128,6 +136,19 @@ class Limits:
             self._close(known)
             self._correct(known, 0, 0, now)
             del self._reservations[request_id]
+
+    def drop(self, partitions: Collection[int]) -> None:
+        """Forgets what was reserved and used of partitions that another process has now: it knows."""
+        gone = {key for key, account in self._accounts.items() if account.partition in partitions}
+        if not gone:
+            return
+        for key in gone:
+            self._num_open -= self._accounts.pop(key).concurrent
+        self._reservations = {
+            request_id: known
+            for request_id, known in self._reservations.items()
+            if (known.tenant, known.priority) not in gone
+        }
 
     def expire(self, now: int) -> None:
         """Closes what is past its end (it stays charged in full) and forgets what was settled long ago."""
@@ -166,11 +187,13 @@ class Limits:
         """Reservations held in memory, settled ones included."""
         return len(self._reservations)
 
-    def _account(self, tenant: str, priority: int) -> Account:
+    def _account(self, tenant: str, priority: int, partition: int | None = None) -> Account:
         account = self._accounts.get((tenant, priority))
         if account is None:
             limits = self._limits.get(tenant, {}).get(priority) or ClassLimits(priority)
             account = self._accounts[(tenant, priority)] = Account(limits)
+        if partition is not None:
+            account.partition = partition
         return account
 
     def _open(

@@ -40,6 +40,12 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self.takeover_seconds = Histogram(
+            "headrace_admission_takeover_seconds",
+            "From the assignment of a partition until requests are admitted there",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
         queued = Gauge(
             "headrace_admission_queued_requests", "Requests that wait", ["class"], registry=self.registry
         )

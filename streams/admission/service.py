@@ -5,7 +5,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from streams.parts import Parts, run_parts
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
+_LOOK_S = 0.02
 
 
 def _now() -> int:
@@ -78,6 +79,7 @@ class AdmissionService:
         self._stopping = False
         self._control_read = False
         self._assigned = False
+        self._shut = asyncio.Event()
         self.dispatcher = Dispatcher(kafka.producer, self.admission, self.metrics, _now)
         self.membership = Membership(
             ROLE, config.slot, self.admission.fleet, self._on_peer, self._on_fleet_change
@@ -135,6 +137,7 @@ class AdmissionService:
         parts.spawn("keys", self.keys.run())
         parts.spawn("pulse", beat(kafka.heartbeat_producer, self._heartbeat))
         parts.spawn("clock", self._keep_time())
+        parts.spawn("takeovers", self._open_partitions())
         if config.decision_log:
             decisions = log_decisions(kafka.decision_producer, self.admission, config.shards)
             parts.spawn("decisions", decisions)
@@ -156,7 +159,7 @@ class AdmissionService:
         self.dispatcher.put(self.admission.fleet_changed(_now()))
 
     def _on_keys_loaded(self, partition: int) -> None:
-        self.dispatcher.put(self.intake.keys_loaded(partition))
+        self.dispatcher.put(self.intake.look_again(partition))
 
     def _on_tenant(self, name: str, tenant: Tenant | None) -> None:
         self.admission.on_tenant(name, tenant, _now())
@@ -175,6 +178,7 @@ class AdmissionService:
         async with asyncio.timeout(START_TIMEOUT_S):
             ends = await self.kafka.control.end_offsets(partitions) if partitions else {}
         self.admission.on_assigned({tp.partition: end for tp, end in ends.items()}, _now())
+        self._shut.set()
         self.usage.assignment_changed()
         self.intake.assigned(numbers)
         self.keys.assignment_changed()
@@ -183,6 +187,18 @@ class AdmissionService:
 
     async def _keep_time(self) -> None:
         await keep_time(self.admission, self.dispatcher, self.metrics, _now, self.config.ack_deadline_s)
+
+    async def _open_partitions(self) -> None:
+        """Requests of a partition taken over wait until it is known what runs there."""
+        while True:
+            await self._shut.wait()
+            self._shut.clear()
+            while not self.admission.restating.all_open:
+                await asyncio.sleep(_LOOK_S)
+                for opened in self.admission.restating.open_due(self.admission.fleet, _now()):
+                    self.metrics.takeover_seconds.observe(opened.waited_ms / 1000)
+                    log.info("partition opened", extra=asdict(opened))
+                    self.dispatcher.put(self.intake.look_again(opened.partition))
 
     async def _drain(self) -> None:
         try:

@@ -54,6 +54,10 @@ class Takeover:
     def partitions(self) -> list[int]:
         return sorted(p for p, held in self._held.items() if not held.superseded)
 
+    def held(self) -> list[tuple[int, int]]:
+        """(partition, takeover offset) of all that are held."""
+        return [(p, held.takeover_offset) for p, held in self._held.items() if not held.superseded]
+
     def offsets(self, partition: int) -> tuple[int, int]:
         """(takeover offset, next offset to be read). Raises KeyError for a partition not held."""
         held = self._held[partition]

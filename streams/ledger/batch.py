@@ -28,11 +28,19 @@ from schemas.records import (
 )
 from schemas.stream_state import RETRYABLE_FINISHES, Effect, ReplyRecord, Run, StreamState
 from schemas.topics import partition
-from streams.ledger.batch_actions import Action, AdmissionOffsets, Answer, Append, CancelRun, SendRequest
+from streams.ledger.batch_actions import (
+    Action,
+    AdmissionOffsets,
+    Answer,
+    Append,
+    CancelRun,
+    SendRequest,
+)
 from streams.ledger.batch_outcome import EXPIRED, Outcome, finished, refused, reopen, sealed_usage
 from streams.ledger.batch_records import BatchItem, Source, encode_answer, encode_error
 from streams.ledger.batch_recovery import Recovery
 from streams.ledger.open_request import FIRST_BACKOFF_MS, OpenRequest, Phase
+from streams.ledger.restating import Restater
 
 MAX_RETRIES = 3
 # Workers name every live sequence once a second. Batch work is in no hurry to give one up.
@@ -58,6 +66,7 @@ class BatchShard:
         self.answers: list[Answer] = []
         self._slot, self._epoch, self._end_ms = slot, epoch, end_ms
         self._open: dict[bytes, OpenRequest] = {}
+        self._restater = Restater(shard, epoch, end_ms)
         self.recovery = Recovery(log_end, now_ms)
         self._outcomes: OrderedDict[bytes, Outcome] = OrderedDict()
 
@@ -151,7 +160,7 @@ class BatchShard:
 
     def tick(self, now_ms: int, fleet: FleetView, admission: Mapping[int, AdmissionOffsets]) -> list[Action]:
         """`admission`: by partition of inference.requests."""
-        actions: list[Action] = []
+        actions = self._restater.answers(admission, self._open.values(), now_ms)
         for request in list(self._open.values()):
             actions += self._look_at(request, now_ms, fleet, admission)
         self.recovery.expire(now_ms)

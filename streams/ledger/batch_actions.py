@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from schemas.records import Cancellation, Claim, Failed, InferenceRequest, Retry, Usage
+from schemas.records import Cancellation, Claim, Failed, InferenceRequest, Restate, Retry, Usage
 from streams.ledger.batch_records import Source
 
 
@@ -21,11 +21,18 @@ class Append:
 
 
 @dataclass(frozen=True, slots=True)
+class Restated:
+    """To the shard's partition of inference.requests, for who took that over."""
+
+    record: Restate
+
+
+@dataclass(frozen=True, slots=True)
 class CancelRun:
     record: Cancellation
 
 
-Action = SendRequest | Append | CancelRun
+Action = SendRequest | Append | CancelRun | Restated
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from schemas.codec import encode
 from schemas.headers import Headers, ReplyTo, reply_headers
 from schemas.priority import PriorityClass
 from schemas.records import InferenceRequest, Retry, Usage
-from streams.ledger.batch_actions import Action, Append, CancelRun, SendRequest
+from streams.ledger.batch_actions import Action, Append, CancelRun, Restated, SendRequest
 from streams.ledger.metrics import BATCH_RETRIES
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,10 @@ class BatchSender:
                             extra={"request_id": record.request_id, "reason": record.reason},
                         )
                     future = await self._send(topics.TOKENS, self._reply_partition, encode(record))
+                    future.add_done_callback(self._check)
+                case Restated(record):
+                    # The tenants of the shard hash to it: their requests lie in the partition of its number.
+                    future = await self._send(topics.REQUESTS, self._reply_partition, encode(record))
                     future.add_done_callback(self._check)
                 case CancelRun(record):
                     partition = topics.tenant_partition(record.tenant, PriorityClass.BATCH, self._shards)

@@ -23,6 +23,7 @@ from streams.admission.decisions import DecisionLog
 from streams.admission.idempotency import KEEP_MS, IdempotencyKeys, keyed
 from streams.admission.intake import Intake
 from streams.admission.metrics import Metrics
+from streams.admission.restating import ANNOUNCE_WAIT_MS
 from streams.admission.waiting import WaitingPolicy
 from tests.admission_harness import make_request, make_status, make_tenant
 
@@ -149,7 +150,10 @@ async def test_a_cancel_behind_a_request_that_waits_for_the_keys_waits_too() -> 
     for offset, record in enumerate((first, refused_with(first), request(public_id="second"))):
         assert await intake.on_record(0, offset, None, encode(record), []) == []
     target.keys.loaded(0)
-    kinds = [type(action) for action in intake.keys_loaded(0)]
+    assert intake.look_again(0) == []  # what earlier holders let in is not known yet
+    target.restating.usage_is_read(0)
+    target.restating.open_due(target.fleet, T0 + ANNOUNCE_WAIT_MS)
+    kinds = [type(action) for action in intake.look_again(0)]
     assert kinds == [Assign, NoteKey, Assign]
 
 

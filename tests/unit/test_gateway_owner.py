@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.actions import Action, Bill, Cancel, Reply, SendRequest
+from gateway.actions import Action, Bill, Cancel, Reply, Restated, SendRequest
 from gateway.lifecycle import STALLED_MS
 from gateway.metrics import Timing
 from gateway.owned_request import OwnedRequest
@@ -53,6 +53,7 @@ class Desk:
         self.worker: WorkerStatus | None = None
         self.silent: set[str] = set()
         self.time = 1_000_000
+        self.restated: list[Action] = []
 
     def pass_ms(self, duration: int) -> list[Action]:
         """Heartbeats every 100 ms, and a tick after each."""
@@ -69,7 +70,8 @@ class Desk:
                     status = self.worker if role == "worker" else None
                     beat = Heartbeat(role, slot, epoch, b"", worker=status, partitions=partitions)
                     self.view.on_heartbeat(beat, self.time)
-            actions += self.owner.tick(self.view, NOW, 0.0)
+            for action in self.owner.tick(self.view, NOW, 0.0):
+                (self.restated if isinstance(action, Restated) else actions).append(action)
         return actions
 
     @property
