@@ -48,10 +48,15 @@ class Lifecycle:
         owned.cancelled, owned.cancelled_clock = reason, self.clock
         cancel = owned.cancellation(reason)
         # Of a late one the end itself says why: see _on_end.
-        if told or owned.waived or reason == DEADLINE_EXCEEDED or not owned.is_told_elsewhere:
-            return [cancel]
-        # Before the end, so that nobody waits to see whether a retry comes.
-        return [Announce(cancel.record, owned.request.reply_partition), cancel]
+        owned.told_why = told or owned.waived or reason == DEADLINE_EXCEEDED
+        return [*(self.tell_why(owned) if owned.is_told_elsewhere else []), cancel]
+
+    def tell_why(self, owned: OwnedRequest) -> list[Action]:
+        """Others read it, or may: of what was cancelled they learn so, and need not wait to see a retry."""
+        if owned.cancelled is None or owned.told_why or not (owned.state.may_retry and self.owns(owned)):
+            return []
+        owned.told_why = True
+        return [Announce(owned.cancellation(owned.cancelled).record, owned.request.reply_partition)]
 
     def abandon(self, owned: OwnedRequest, reason: str) -> list[Action]:
         """The client is gone, or was given up: stop the work. The state stays until the log says the end."""

@@ -37,6 +37,7 @@ class OwnedRequest:
     way to the log. `over`: the log says the end. `first_offset`: nothing about it lies before. Of a request
     that was another owner's: until `kept_until` its clients may come back. Of one that is another's now:
     `claimed_from` is the owner that it is being claimed from, `ended_clock` when an attempt ended early.
+    `told_why`: the log says why it was cancelled, or need not.
     `waived`: what it did costs nothing. `described`: it is stored, to be asked for again; `description` is
     what was stored. `stream_id` is where its answer is read, "" of one that was not accepted here. `joined`:
     another request with its Idempotency-Key was first, and it is that one's answer that is shown.
@@ -65,6 +66,7 @@ class OwnedRequest:
     ended_clock: int | None = None
     waived: bool = False
     described: bool = False
+    told_why: bool = False
     stream_id: str = ""
     description: str | None = None
     joined: Joined | None = None

@@ -18,6 +18,7 @@ from schemas import topics
 from schemas.fleet import FleetView
 from schemas.priority import PriorityClass
 from schemas.records import (
+    Attach,
     Cancellation,
     Claim,
     Completion,
@@ -252,6 +253,8 @@ class Owner:
         if found is None:
             return actions
         effect = found.state.apply(record, timestamp_ms)
+        if isinstance(record, Attach):
+            return self._life.tell_why(found)
         if effect is Effect.ENDED and still_open is None:
             # Our own Failed, behind a Completion that we took for the end: told and billed already.
             return actions

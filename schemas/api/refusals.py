@@ -53,7 +53,11 @@ REFUSALS = (
     RefusalKind(405, "method_not_allowed", "the path has other methods"),
     RefusalKind(408, "head_timeout", "the headers did not arrive in time"),
     RefusalKind(408, "body_timeout", "the body did not arrive in time"),
-    RefusalKind(409, "idempotency_key_in_use", "the first request with the key cannot be read here"),
+    RefusalKind(
+        409,
+        "idempotency_key_in_use",
+        "the first request with the key cannot be read here, or was just refused",
+    ),
     RefusalKind(
         410, "cancelled", "it was ended by DELETE /v1/streams/{id}, or is the first of its key and was"
     ),

@@ -142,9 +142,11 @@ class Admission:
         known = self._memory.get(cancellation.request_id)
         covered = known is not None and known.attempt <= cancellation.attempt and cancellation.slot is None
         if covered and known is not None and known.queued is not None:
-            reason = cancellation.reason
-            code = reason if reason == DEADLINE_EXCEEDED else "cancelled"
-            actions.append(self._evict(known.queued, Refusal(499, code, reason), now))
+            refusal = Refusal(499, "cancelled", cancellation.reason)
+            if cancellation.reason == DEADLINE_EXCEEDED:
+                message = f"not finished within {known.queued.request.end_ms / 1000:g} s"
+                refusal = Refusal(499, DEADLINE_EXCEEDED, message)
+            actions.append(self._evict(known.queued, refusal, now))
         if cancellation.key is not None:
             freed = self.keys.free(cancellation.key, cancellation.request_id)
             actions += [] if freed is None else [NoteKey(freed, partition)]

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.public_id import PublicId
+from gateway.replay import RETRY_WAIT_MS
 from infra.local.broker import Broker
 from schemas.records import InferenceRequest
 from tests.fleet_driver import FleetDriver, until
@@ -317,6 +318,16 @@ async def test_delete_ends_a_stream_for_all_that_read_it(api: Api, at_owner: boo
         assert '"stop_reason":"cancelled"' in text
     assert owned.cancelled == "cancelled"
     assert owned.state.attempt == 1  # no retry of what was not wanted
+
+
+async def test_what_its_client_left_for_good_has_ended_for_who_reads_it_later(api: Api) -> None:
+    api.driver.script = held
+    stream, _ = await read_some(api, 1)
+    await until(lambda: not api.gateways[0].serving.owner.open)
+    # Without waiting for the retry of what ended early.
+    answer = await asyncio.wait_for(api.read(stream), RETRY_WAIT_MS / 2_000)
+    assert parse(answer.text)[0] == "ab"
+    assert '"stop_reason":"cancelled"' in answer.text
 
 
 async def test_what_did_not_end_in_time_reads_so_everywhere_and_in_the_bill(

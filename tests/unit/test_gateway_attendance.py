@@ -211,6 +211,24 @@ def test_what_another_owner_cancels_ends_here_without_waiting_for_a_retry() -> N
     assert desk.reader.end is end
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_who_begins_to_read_what_was_cancelled_learns_so_once(ended: bool) -> None:
+    desk = Desk()
+    (cancel,) = desk.leave()
+    assert isinstance(cancel, Cancel)
+    if ended:
+        desk.owner.on_record(Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 0, "cancelled"), desk.time)
+    assert desk.attach() == [Announce(cancel.record, desk.owned.request.reply_partition)]
+    assert desk.attach() == []
+
+
+def test_who_reads_what_ended_by_itself_learns_nothing_more() -> None:
+    desk = Desk()
+    desk.leave()
+    desk.owner.on_record(Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 0, "length"), desk.time)
+    assert desk.attach() == []
+
+
 @pytest.mark.parametrize(("detach_ms", "read"), [(0, False), (1_000, False), (0, True)])
 def test_a_gateway_that_stops_cancels_only_what_nobody_else_waits_for(detach_ms: int, read: bool) -> None:
     desk = Desk(detach_ms)
