@@ -33,7 +33,7 @@ _STOP_S = 5.0
 _POLL_MS = 100
 # aiokafka learns where a partition lies by failing once; with its 100 ms whoever comes back waits so long.
 _RETRY_BACKOFF_MS = 10
-_BATCH_RECORDS = 200  # some ms of decoding: the live streams' records wait no longer
+_BATCH_RECORDS = 200
 _KEPT_S = 600.0
 _JUST_NOW_S = 5.0  # who polls does so oftener
 
@@ -41,7 +41,8 @@ _JUST_NOW_S = 5.0  # who polls does so oftener
 class LogScans:
     """At most `most` consumers. `clock_ms()` is the log's clock (schemas/fleet.py).
 
-    `own` is there once the gateway has joined. About `kept_bytes` of streams that nobody reads are kept.
+    `own` is there once the gateway has joined. `started`: consumers so far. Of streams that nobody reads about
+    `kept_bytes` are kept.
     """
 
     own: OwnStreams | None = None

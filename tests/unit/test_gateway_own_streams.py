@@ -14,7 +14,7 @@ from gateway.kept_folds import KeptFolds, Place
 from gateway.own_streams import OwnStreams
 from gateway.owner import Owner, reply_partition
 from gateway.reader import Reader, StreamReader
-from gateway.replay import Replay, ReplayReader, StreamFold
+from gateway.replay import RETRY_WAIT_MS, Replay, ReplayReader, StreamFold
 from gateway.response_replay import ResponseReader, ResponseReplay
 from schemas.codec import encode
 from schemas.records import (
@@ -253,6 +253,19 @@ def test_a_cancelled_request_is_over_where_its_owner_wanted_it() -> None:
     for replay in (early, late):
         assert isinstance(replay.reader.end, Completion)
         assert replay.reader.token_ids == [97, 98]
+
+
+def test_an_attempt_that_ended_early_is_waited_for_as_long_as_by_the_log() -> None:
+    desk = Desk()
+    desk.read(ALIVE)
+    desk.read(Claim(EPOCH, 2, 99, RID))  # whether another follows its new owner says
+    desk.read(replace(DONE, finish_reason="cancelled"))
+    fold = desk.fold()
+    assert fold is not None
+    fold.on_time(1_000 + RETRY_WAIT_MS - 1, None)
+    assert not fold.over
+    fold.on_time(1_000 + RETRY_WAIT_MS, None)
+    assert fold.over
 
 
 def test_what_ended_here_is_known_for_a_minute_and_while_there_is_room(
