@@ -22,7 +22,7 @@ from workers.scheduler import Scheduler
 # Relative. The scheduler adds up what a step takes sequence by sequence; in closed form the last bits differ.
 _CLOSE_CALL = 1e-9
 # A plan that is cut short was made for nothing.
-_MAX_PLANNED = 256
+_MAX_PLANNED = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -62,16 +62,17 @@ class DecodeRun:
         self._buckets: list[list[_Member]] = [[] for _ in range(self._kv.block_size)]
         self._num_by_class = [0] * len(PriorityClass)
         self._members: list[_Member] = []
-        self._num_context_tokens = 0
-        block_size = self._kv.block_size
+        block_size, buckets, num_by_class = self._kv.block_size, self._buckets, self._num_by_class
+        num_context_tokens = 0
         for index, request in enumerate(scheduler.running):
-            sequence = ScheduledSequence(request, 1, True)
-            member = _Member(request, index, num_left(request), sequence)
+            member = _Member(request, index, num_left(request), ScheduledSequence(request, 1, True))
             self._members.append(member)
-            self._num_context_tokens += request.num_computed_tokens
-            num_slots_left = len(request.block_table) * block_size - request.num_computed_tokens
-            self._buckets[(num_slots_left + 1) % block_size].append(member)
-            self._num_by_class[request.priority] += 1
+            num_computed = request.num_computed_tokens
+            num_context_tokens += num_computed
+            # A block is due where the table is full, and then every block_size steps.
+            buckets[(1 - num_computed) % block_size].append(member)
+            num_by_class[request.priority] += 1
+        self._num_context_tokens = num_context_tokens
         self._by_end = sorted(self._members, key=lambda m: (m.end, m.index), reverse=True)
         num = len(self._members)
         self._batch = SchedulerOutput([m.sequence for m in self._members], total_num_scheduled_tokens=num)

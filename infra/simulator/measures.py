@@ -46,6 +46,12 @@ class GapLog:
         self.gap.append(gap)
         self.count.append(count)
 
+    def extend(self, at: list[float], gap: list[float], count: int) -> None:
+        """Several, of as many sequences each."""
+        self.at.extend(at)
+        self.gap.extend(gap)
+        self.count.extend([count] * len(at))
+
 
 @dataclass(slots=True)
 class Sample:

@@ -4,6 +4,7 @@ Events in order of time; of those at one time, ends of steps come first, then re
 is fed as its service feeds it: requests and usage rows as they come, heartbeats in a batch every 100 ms.
 """
 
+import gc
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -71,9 +72,16 @@ class Simulation:
         self._beat()
         self._next_arrival()
         events = self._events
-        while events and not self._is_over():
-            self.now, _, _, call = heapq.heappop(events)
-            call()
+        # Requests are many and no cycles: the collector would only pass over them again and again.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            while events and not self._is_over():
+                self.now, _, _, call = heapq.heappop(events)
+                call()
+        finally:
+            if collecting:
+                gc.enable()
         for worker in self._workers.values():
             worker.finish(self.now)
         self.measures.ended_at = self.now

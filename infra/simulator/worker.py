@@ -206,13 +206,12 @@ class SimulatedWorker:
             for request, position in run.positions():
                 number = self._flights[request.request_id].number
                 measures.token_log += [(number, position + i, at) for i, at in enumerate(ends)]
-        last = self._run_at
-        for at in ends:
-            for gaps, num_seqs in zip(self._gaps, run.num_by_class, strict=True):
+        if ends:
+            gaps = [at - last for last, at in zip([self._run_at, *ends], ends, strict=False)]
+            for log, num_seqs in zip(self._gaps, run.num_by_class, strict=True):
                 if num_seqs:
-                    gaps.add(at, at - last, num_seqs)
-            last = at
-        self._run_at = last
+                    log.extend(ends, gaps, num_seqs)
+            self._run_at = ends[-1]
         measures.num_steps += len(ends)
         measures.num_steps_leapt += len(ends)
         if ended := run.carry_out(num_steps):
