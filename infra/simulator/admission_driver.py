@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from infra.simulator.scenario import Scenario, TenantPlan
+from infra.simulator.scenario import Scenario, TenantPlan, admission_config
 from schemas import topics
 from schemas.priority import PriorityClass
 from schemas.records import (
@@ -16,9 +16,6 @@ from schemas.records import (
     Usage,
 )
 from streams.admission.actions import Action, Assign
-from streams.admission.admission import Admission
-from streams.admission.decisions import DecisionLog
-from streams.admission.waiting import WaitingPolicy
 
 _SHARDS = 4
 _NONCE = bytes(8)
@@ -35,11 +32,8 @@ class AdmissionDriver:
     """One process that holds all partitions. Times in seconds of the virtual clock."""
 
     def __init__(self, scenario: Scenario, *, log_decisions: bool) -> None:
-        policy = scenario.policy
-        self.admission = Admission(
-            WaitingPolicy(policy.max_queued_requests, policy.max_queued_tokens, policy.no_worker_wait_ms),
-            DecisionLog(enabled=log_decisions, capacity=1_000_000),
-        )
+        config = admission_config(scenario.policy | {"decision_log": log_decisions})
+        self.admission = config.admission()
         start = milliseconds(0.0)
         self.admission.on_assigned(dict.fromkeys(range(_SHARDS * topics.NUM_CLASSES), 0), start)
         self._partitions = {
@@ -104,12 +98,5 @@ class AdmissionDriver:
 
 
 def _tenant(name: str, plan: TenantPlan) -> Tenant:
-    limits = plan.limits
-    values = (
-        limits.tokens_per_minute,
-        limits.requests_per_minute,
-        limits.max_concurrent_requests,
-        limits.max_enqueued_tokens,
-    )
-    by_class = [ClassLimits(priority, *values) for priority in PriorityClass] if any(values) else []
-    return Tenant(name, PriorityClass.parse(plan.tier), [], by_class, plan.weight)
+    limits = [ClassLimits(priority, **plan.limits) for priority in PriorityClass] if plan.limits else []
+    return Tenant(name, PriorityClass.parse(plan.tier), [], limits, plan.weight)

@@ -137,6 +137,7 @@ class DecodeRun:
         """The first `num_steps` of the plan. Returns the requests that ended with the last of them."""
         num_seqs, batch, observe = len(self._members), self._batch, self._scheduler.observe
         block_size, buckets = self._kv.block_size, self._buckets
+        caching, cache_computed = self._kv.hasher is not None, self._kv.cache_computed
         step, context = self.num_done, self._num_context_tokens
         for seconds in self._seconds[:num_steps]:
             step += 1
@@ -145,6 +146,12 @@ class DecodeRun:
                 self._grow(member, step)
             batch.num_context_tokens = context
             observe(batch, seconds)
+            if caching:
+                # Those whose block is full now. At once: a block of the same hash may be evicted later.
+                for member in buckets[(step + 1) % block_size]:
+                    if member.end > step:
+                        self._sync(member, step)
+                        cache_computed(member.request)
         self.num_done, self._num_context_tokens = step, context
         del self.ends[:num_steps], self._seconds[:num_steps]
         ended: list[Request] = []
@@ -156,7 +163,6 @@ class DecodeRun:
         """Brings every request up to date, for the scheduler to go on with."""
         for member in self._members:
             self._sync(member, self.num_done)
-            self._cache(member.request)
 
     def _is_timed(self) -> bool:
         interactive, *lower = self._num_by_class
@@ -188,15 +194,9 @@ class DecodeRun:
         request.num_computed_tokens += num_tokens
         request.output_token_ids.extend([self._token_id] * num_tokens)
 
-    def _cache(self, request: Request) -> None:
-        # As late as it can be: nobody looks for blocks while the run lasts, and many at once cost less.
-        if self._kv.hasher is not None:
-            self._kv.cache_computed(request)
-
     def _end(self, member: _Member) -> Request:
         request, step = member.request, member.end
         self._sync(member, step - 1)
-        self._cache(request)
         # The last token is one that the scheduler takes itself: it books the end.
         sampled = RunnerOutput([self._last_token_id])
         (output,) = self._scheduler.update_from_output(SchedulerOutput([member.sequence]), sampled)

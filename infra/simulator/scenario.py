@@ -4,10 +4,13 @@ Errors name the field, as `$.fleet[0].gpu`. The settings of an engine and of adm
 defaults that the services have.
 """
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from schemas.config import PREFIX, from_env
+from streams.admission.config import AdmissionConfig
 from workers.config import WorkerConfig
 from workers.roofline import DEVICES, MODELS, DType, Roofline
 from workers.scheduler_config import SchedulerConfig
@@ -61,19 +64,12 @@ class Workers(Struct, forbid_unknown_fields=True, frozen=True):
     swap_memory_mib: Annotated[int, Meta(ge=0)] = WorkerConfig.swap_memory_mib
 
 
-class Limits(Struct, forbid_unknown_fields=True, frozen=True):
-    """In each class; None is unlimited."""
-
-    tokens_per_minute: Count | None = None
-    requests_per_minute: Count | None = None
-    max_concurrent_requests: Count | None = None
-    max_enqueued_tokens: Count | None = None
-
-
 class TenantPlan(Struct, forbid_unknown_fields=True, frozen=True):
+    """`limits` are those of schemas.records.ClassLimits, in force in each class."""
+
     weight: Positive = 1.0
     tier: str = "interactive"
-    limits: Limits = Limits()
+    limits: dict[str, Count] = {}
 
 
 class Spike(Struct, forbid_unknown_fields=True, frozen=True):
@@ -162,16 +158,11 @@ class Delays(Struct, forbid_unknown_fields=True, frozen=True):
     heartbeat_read_ms: Positive = 50.0
 
 
-class Policy(Struct, forbid_unknown_fields=True, frozen=True):
-    """Settings of admission, as in streams/admission/config.py."""
-
-    max_queued_requests: Count = 10_000
-    max_queued_tokens: Count = 20_000_000
-    no_worker_wait_ms: Count = 10_000
-
-
 class Scenario(Struct, forbid_unknown_fields=True, frozen=True):
-    """Requests arrive for `duration`; those of the first `warm_up` are served but not measured."""
+    """Requests arrive for `duration`; those of the first `warm_up` are served but not measured.
+
+    `policy` are settings of admission (streams/admission/config.py), as `output_quantile: 0.9`.
+    """
 
     duration: Positive
     models: Annotated[dict[str, Model], Meta(min_length=1)]
@@ -181,7 +172,7 @@ class Scenario(Struct, forbid_unknown_fields=True, frozen=True):
     backlogs: dict[str, BatchBacklog] = {}
     failures: list[Failure] = []
     delays: Delays = Delays()
-    policy: Policy = Policy()
+    policy: dict[str, bool | int | float | str] = {}
     seed: int = 0
     warm_up: Seconds = 0.0
     description: str = ""
@@ -189,6 +180,12 @@ class Scenario(Struct, forbid_unknown_fields=True, frozen=True):
     @property
     def num_gpus(self) -> int:
         return sum(workers.count * workers.tensor_parallel for workers in self.fleet)
+
+
+def admission_config(policy: Mapping[str, bool | int | float | str]) -> AdmissionConfig:
+    """Raises ConfigError for settings that admission has not, or that are wrong."""
+    environ = {f"{PREFIX}{name.upper()}": str(value) for name, value in policy.items()}
+    return from_env(AdmissionConfig, environ | {f"{PREFIX}KAFKA": "none"})
 
 
 def roofline(model: Model, workers: Workers) -> Roofline:

@@ -1,5 +1,6 @@
 """Reads a scenario file and says what is wrong with it: each error names its field."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -7,10 +8,21 @@ from pathlib import Path
 
 import msgspec
 
-from infra.simulator.scenario import Lengths, Scenario, Traffic, Workers, roofline, scheduler_config
+from infra.simulator.scenario import (
+    Lengths,
+    Scenario,
+    Traffic,
+    Workers,
+    admission_config,
+    roofline,
+    scheduler_config,
+)
 from schemas.priority import PriorityClass
+from schemas.records import ClassLimits
 from schemas.topics import check_tenant
 from workers.roofline import DEVICES, MODELS
+
+_LIMITS = [field.name for field in dataclasses.fields(ClassLimits) if field.name != "priority"]
 
 
 class ScenarioError(ValueError):
@@ -47,6 +59,9 @@ def _errors(scenario: Scenario, folder: Path) -> list[str]:
         found += [f"$.fleet[{index}].{text}" for text in _worker_errors(scenario, workers)]
     for name, tenant in scenario.tenants.items():
         found += _raised(f"$.tenants: {name}", partial(check_tenant, name))
+        for limit in tenant.limits:
+            if limit not in _LIMITS:
+                found.append(f"$.tenants.{name}.limits: {limit!r} is none of {', '.join(_LIMITS)}")
         found += _raised(f"$.tenants.{name}.tier", partial(PriorityClass.parse, tenant.tier))
     for name, traffic in scenario.traffic.items():
         found += [f"$.traffic.{name}.{text}" for text in _traffic_errors(scenario, traffic, folder)]
@@ -63,6 +78,7 @@ def _errors(scenario: Scenario, folder: Path) -> list[str]:
             found.append(f"$.failures[{index}].slot: there are {num_slots} slots, from 0 on")
         if failure.back_at is not None and failure.back_at <= failure.at:
             found.append(f"$.failures[{index}].back_at: must be after at")
+    found += _raised("$.policy", partial(admission_config, scenario.policy))
     if scenario.warm_up >= scenario.duration:
         found.append("$.warm_up: must be shorter than duration")
     return found

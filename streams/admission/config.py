@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from schemas.config import CommonConfig, setting
+from streams.admission.admission import Admission
+from streams.admission.decisions import DecisionLog
 from streams.admission.prediction import DEFAULT_QUANTILE, OutputPredictor
 from streams.admission.waiting import WaitingPolicy
 
@@ -39,3 +41,7 @@ class AdmissionConfig(CommonConfig):
 
     def predictor(self) -> OutputPredictor:
         return OutputPredictor(self.output_quantile)
+
+    def admission(self) -> Admission:
+        """The decisions with these settings: what the service runs, and the simulator."""
+        return Admission(self.policy(), DecisionLog(self.decision_log), self.predictor())

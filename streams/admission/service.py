@@ -13,9 +13,7 @@ from schemas import topics
 from schemas.codec import default_codec
 from schemas.fleet import publish_schemas
 from schemas.records import Heartbeat, Tenant
-from streams.admission.admission import Admission
 from streams.admission.config import ROLE, AdmissionConfig
-from streams.admission.decisions import DecisionLog
 from streams.admission.dispatcher import Dispatcher
 from streams.admission.intake import Intake
 from streams.admission.key_loader import KeyLoader
@@ -74,7 +72,7 @@ class AdmissionService:
     def __init__(self, config: AdmissionConfig, kafka: Kafka) -> None:
         self.config = config
         self.kafka = kafka
-        self.admission = Admission(config.policy(), DecisionLog(config.decision_log), config.predictor())
+        self.admission = config.admission()
         self.metrics = Metrics()
         self._stopping = False
         self._control_read = False
