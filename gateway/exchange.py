@@ -26,7 +26,8 @@ class ClientGoneError(Exception):
 class Exchange:
     """`request_id` (16 random bytes) is the request's in all topics, and in x-request-id.
 
-    `extra_headers` go out with whatever response there will be, `streams()` as x-headrace-stream. `keyed`:
+    `extra_headers` go out with whatever response there will be, `late_headers()` too, known when it begins,
+    and `streams()` as x-headrace-stream. `keyed`:
     what its Idempotency-Key says, once the body is read.
     """
 
@@ -37,6 +38,7 @@ class Exchange:
         "extra_headers",
         "headers",
         "keyed",
+        "late_headers",
         "request_id",
         "scope",
         "send",
@@ -52,6 +54,7 @@ class Exchange:
         self.request_id = secrets.token_bytes(16)
         self.status: int | None = None
         self.keyed: KeyedBody | None = None
+        self.late_headers: Callable[[], HeaderPairs] | None = None
         self.streams: Callable[[], str] | None = None
         self._receive = receive
         self._reads_body = False
@@ -113,6 +116,8 @@ class Exchange:
         self.status = status
         if self.streams is not None:
             self.extra_headers.append((_STREAM_HEADER, self.streams().encode()))
+        if self.late_headers is not None:
+            self.extra_headers += self.late_headers()
         await self.send(
             {
                 "type": "http.response.start",

@@ -6,7 +6,7 @@ from gateway.actions import Bill, Cancel
 from gateway.idempotency import Joined
 from gateway.reader import Reader
 from schemas.headers import ReplyTo, reply_headers
-from schemas.records import Cancellation, Completion, Failed, InferenceRequest, Rejected, Usage
+from schemas.records import Cancellation, Completion, Failed, InferenceRequest, RateLimit, Rejected, Usage
 from schemas.stream_state import Run, StreamState
 
 ENGINE_FAULT = "engine_fault"
@@ -41,6 +41,7 @@ class OwnedRequest:
     `waived`: what it did costs nothing. `described`: it is stored, to be asked for again; `description` is
     what was stored. `stream_id` is where its answer is read, "" of one that was not accepted here. `joined`:
     another request with its Idempotency-Key was first, and it is that one's answer that is shown.
+    `rate_limits`: what its tenant has left, as admission last said.
     """
 
     request: InferenceRequest
@@ -70,6 +71,7 @@ class OwnedRequest:
     stream_id: str = ""
     description: str | None = None
     joined: Joined | None = None
+    rate_limits: list[RateLimit] = field(default_factory=list)
     stray_cancels: dict[Run, int] = field(default_factory=dict)
 
     @property

@@ -18,6 +18,7 @@ from schemas import topics
 from schemas.fleet import FleetView
 from schemas.priority import PriorityClass
 from schemas.records import (
+    Admitted,
     Attach,
     Cancellation,
     Claim,
@@ -252,6 +253,8 @@ class Owner:
         found = still_open or self._ended.get(record.request_id)
         if found is None:
             return actions
+        if isinstance(record, Admitted | Dispatched | Rejected) and record.rate_limits:
+            found.rate_limits = record.rate_limits
         effect = found.state.apply(record, timestamp_ms)
         if isinstance(record, Attach):
             return self._life.tell_why(found)

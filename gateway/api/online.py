@@ -14,11 +14,13 @@ from gateway.api.reading import read
 from gateway.attendance import detach_ms
 from gateway.choice_stream import Choice, failure_of, has_failed
 from gateway.ends import DISCONNECTED
+from gateway.errors import is_anthropic
 from gateway.event_stream import watch, write_events
 from gateway.exchange import ClientGoneError, Exchange
 from gateway.idempotency import has_key, key_of
 from gateway.owned_request import OwnedRequest
 from gateway.owner import reply_partition
+from gateway.rate_headers import rate_headers
 from gateway.reader import Reader, StreamReader, WholeReader
 from gateway.serving import Serving
 from gateway.told_tokens import ToldTokens
@@ -88,6 +90,7 @@ async def answer_choices(
         choices.append(Choice(owned, reader, prepared))
         serving.accepted(owned, reader)
     exchange.streams = lambda: ", ".join(choice.owned.stream_id for choice in choices)
+    exchange.late_headers = lambda: limits_left(exchange, *(choice.owned for choice in choices))
     gone = asyncio.create_task(watch(exchange, *(choice.reader for choice in choices)))
     reason = DISCONNECTED
     try:
@@ -108,6 +111,12 @@ async def answer_choices(
         gone.cancel()
         for choice in choices:
             serving.finished(choice.owned, choice.reader, reason, exchange.elapsed_s)
+
+
+def limits_left(exchange: Exchange, *owned: OwnedRequest) -> list[tuple[bytes, bytes]]:
+    """The headers that tell what the tenant of all `owned` has left."""
+    told = [limit for each in owned for limit in each.rate_limits]
+    return rate_headers(told, anthropic=is_anthropic(exchange), now_s=time.time())
 
 
 async def _send_all(serving: Serving, choices: Sequence[Choice]) -> None:

@@ -15,7 +15,7 @@ from aiokafka.errors import KafkaError
 
 from gateway import sse
 from gateway.api.logprobs import told_logprobs
-from gateway.api.online import detach_for, identify, new_reader, new_request, send, traceparent
+from gateway.api.online import detach_for, identify, limits_left, new_reader, new_request, send, traceparent
 from gateway.api.reading import read
 from gateway.ends import DISCONNECTED
 from gateway.event_stream import watch, write_events
@@ -59,6 +59,7 @@ async def create(serving: Serving, exchange: Exchange) -> None:
     owned.detach_ms = detach
     identify(serving, exchange, owned, described=body.stored)
     exchange.streams = lambda: owned.stream_id
+    exchange.late_headers = lambda: limits_left(exchange, owned)
     created = created_response(body, f"{PREFIX}{owned.stream_id}", owned.answer_at_s)
     if background and not prepared.stream:
         await _begin(serving, owned, reader, created)

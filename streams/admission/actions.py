@@ -1,6 +1,7 @@
 """What admission decides. The process around it carries the actions out and reports back."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from schemas.headers import Headers, ReplyTo
 from schemas.records import (
@@ -10,6 +11,7 @@ from schemas.records import (
     Duplicate,
     InferenceRequest,
     KeyedRequest,
+    RateLimit,
     Rejected,
 )
 from streams.admission.fair_queue import QueuedRequest
@@ -45,6 +47,7 @@ class Assign:
     offset: int
     traceparent: str | None = None
     keyed: KeyedRequest | None = None
+    rate_limits: list[RateLimit] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -72,9 +75,18 @@ def reply_to(request: InferenceRequest) -> ReplyTo:
     return ReplyTo(request.request_id, request.attempt, request.reply_partition)
 
 
-def reject(to: ReplyTo, refusal: Refusal, traceparent: str | None = None) -> Reply:
+def reject(
+    to: ReplyTo, refusal: Refusal, traceparent: str | None = None, rate_limits: Sequence[RateLimit] = ()
+) -> Reply:
+    """`rate_limits`: what its tenant has left."""
     record = Rejected(
-        to.request_id, to.attempt, refusal.status, refusal.code, refusal.message, refusal.retry_after_ms
+        to.request_id,
+        to.attempt,
+        refusal.status,
+        refusal.code,
+        refusal.message,
+        refusal.retry_after_ms,
+        list(rate_limits),
     )
     return Reply(to, record, traceparent)
 
@@ -82,7 +94,14 @@ def reject(to: ReplyTo, refusal: Refusal, traceparent: str | None = None) -> Rep
 def admitted(item: QueuedRequest) -> Reply:
     """Tells the owner that its request waits."""
     request = item.request
-    record = Admitted(request.request_id, request.attempt, request.owner_epoch, item.partition, item.offset)
+    record = Admitted(
+        request.request_id,
+        request.attempt,
+        request.owner_epoch,
+        item.partition,
+        item.offset,
+        item.rate_limits,
+    )
     return Reply(reply_to(request), record, item.traceparent)
 
 
@@ -100,13 +119,21 @@ def assign(item: QueuedRequest, worker: Worker, entry: InFlight, queued_ms: int)
         item.offset,
         item.traceparent,
         keyed(request) if first else None,
+        item.rate_limits,
     )
 
 
 def dispatched(
-    request: InferenceRequest, slot: int, epoch: int, partition: int, offset: int, traceparent: str | None
+    request: InferenceRequest,
+    slot: int,
+    epoch: int,
+    partition: int,
+    offset: int,
+    traceparent: str | None,
+    rate_limits: list[RateLimit],
 ) -> Reply:
-    """Tells the owner which run has its request, which lies at `partition` and `offset`."""
+    """Tells the owner which run has its request, which lies at `partition` and `offset`, and what its tenant
+    has left."""
     record = Dispatched(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -116,5 +143,6 @@ def dispatched(
         model=request.model,
         requests_partition=partition,
         requests_offset=offset,
+        rate_limits=rate_limits,
     )
     return Reply(reply_to(request), record, traceparent)

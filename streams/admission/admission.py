@@ -89,7 +89,8 @@ class Admission:
             # The owner sent it again. What was dispatched it shall hear again, what waits it will hear.
             if request.attempt < known.attempt or known.phase is not Phase.DISPATCHED:
                 return []
-            return [dispatched(request, known.slot, known.epoch, partition, offset, traceparent)]
+            left = self.limits.rate_limits(request.tenant, request.priority, now)
+            return [dispatched(request, known.slot, known.epoch, partition, offset, traceparent, left)]
         if known is not None and known.queued is not None:
             self._backlog.cancel(known.queued)
             self._memory.forget(request.request_id)
@@ -116,7 +117,7 @@ class Admission:
             )
         )
         if refusal is not None:
-            return [self._refuse(request, refusal, traceparent)]
+            return [self._refuse(request, refusal, traceparent, now)]
         expected = self.predictor.expect_rest(request)
         item = QueuedRequest(
             request=request,
@@ -128,6 +129,7 @@ class Admission:
             end_at=wait_until(request),
             record=record,
             traceparent=traceparent,
+            rate_limits=self.limits.rate_limits(request.tenant, request.priority, now),
         )
         queue = self._backlog.append(item, self.tenants.weight(request.tenant))
         self._memory.queued(item)
@@ -198,7 +200,8 @@ class Admission:
         request = assign.dispatch.request
         self._memory.dispatched(request.request_id, request.attempt)
         slot, epoch = assign.dispatch.slot, assign.dispatch.epoch
-        return [dispatched(request, slot, epoch, assign.partition, assign.offset, assign.traceparent)]
+        at, trace, left = (assign.partition, assign.offset), assign.traceparent, assign.rate_limits
+        return [dispatched(request, slot, epoch, *at, trace, left)]
 
     def on_dispatch_failed(self, assign: Assign, reason: str, now: int) -> list[Action]:
         """The Dispatch was not acked. If it lies there after all, its run is a stray: owners cancel it."""
@@ -288,12 +291,15 @@ class Admission:
         self._memory.forget(request.request_id, request.attempt)
         if request.attempt == 1:
             self.limits.release(request.request_id, now)
-        return self._refuse(request, refusal, item.traceparent)
+        return self._refuse(request, refusal, item.traceparent, now)
 
-    def _refuse(self, request: InferenceRequest, refusal: Refusal, traceparent: str | None) -> Reply:
+    def _refuse(
+        self, request: InferenceRequest, refusal: Refusal, traceparent: str | None, now: int | None = None
+    ) -> Reply:
         self.decisions.refused(request, refusal)
         self.keys.refused(request)
-        return reject(reply_to(request), refusal, traceparent)
+        left = () if now is None else self.limits.rate_limits(request.tenant, request.priority, now)
+        return reject(reply_to(request), refusal, traceparent, left)
 
     def _late(self, request: InferenceRequest, now: int) -> Refusal | None:
         return expired(RETRY_LATER_MS) if wait_until(request) <= now else None

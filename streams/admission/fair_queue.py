@@ -12,7 +12,7 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
-from schemas.records import InferenceRequest
+from schemas.records import InferenceRequest, RateLimit
 
 FORGET_LINES = 1024
 
@@ -22,7 +22,7 @@ class QueuedRequest:
     """An attempt that waits. `tokens` is its cost: what is to be computed for it, prompt and expected output.
 
     `end_at` and `queued_at` are ms of the epoch; `partition` and `offset` say where in inference.requests
-    it lies, `record` is the request as it lies there.
+    it lies, `record` is the request as it lies there. `rate_limits`: what its tenant had left behind it.
     """
 
     request: InferenceRequest
@@ -34,6 +34,7 @@ class QueuedRequest:
     end_at: int
     record: bytes = b""
     traceparent: str | None = None
+    rate_limits: list[RateLimit] = field(default_factory=list)
     waits: bool = True
 
 

@@ -532,3 +532,16 @@ def test_a_spliced_dispatch_has_the_bytes_of_an_encoded_one(
     assert encode_dispatch(dispatch, encode(request)) == encode(dispatch)
     # Another version's bytes are not passed on under our schema's name.
     assert encode_dispatch(dispatch, b"\xc3\x01other---" + encode(request)[10:]) == encode(dispatch)
+
+
+def test_all_that_owners_are_told_says_what_the_tenant_has_left() -> None:
+    driver = Driver(limits=[ClassLimits(0, tokens_per_minute=60, requests_per_minute=9)])
+    driver.heartbeat(max_num_seqs=1)
+    kinds = [kind for _ in range(3) for kind in driver.send(driver.request()) if kind is not Dispatch]
+    assert kinds == [Dispatched, Admitted, Rejected]
+    left = [[(limit.name, limit.remaining) for limit in r.record.rate_limits] for r in driver.replies[-3:]]  # type: ignore[union-attr]
+    assert left == [
+        [("requests", 8), ("tokens", 34)],
+        [("requests", 7), ("tokens", 8)],
+        [("requests", 7), ("tokens", 8)],
+    ]
