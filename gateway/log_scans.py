@@ -41,8 +41,8 @@ _JUST_NOW_S = 5.0  # who polls does so oftener
 class LogScans:
     """At most `most` consumers. `clock_ms()` is the log's clock (schemas/fleet.py).
 
-    `own` is there once the gateway has joined. `started`: consumers so far. Of streams that nobody reads about
-    `kept_bytes` are kept.
+    `own` is there once the gateway has joined. `started`: consumers so far. `kept_bytes` is about how much of
+    streams that nobody reads is kept.
     """
 
     own: OwnStreams | None = None
