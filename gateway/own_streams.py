@@ -15,6 +15,7 @@ from gateway.owned_request import OwnedRequest
 from gateway.owner import Owner
 from gateway.partition_scan import PartitionScan
 from gateway.replay import StreamFold
+from schemas.stream_state import DEADLINE_EXCEEDED
 
 # Of requests that ended here.
 _ENDED_KEPT_S = 60.0
@@ -69,7 +70,8 @@ class OwnStreams:
             fold.settle()
         elif state.end is not None:
             fold.ended_at = state.last_sign_at
-        if owned.cancelled is not None and owned.retrying is None:
+        # Of what did not end in its time a Failed is the end, behind that of the attempt.
+        if owned.cancelled not in (None, DEADLINE_EXCEEDED) and owned.retrying is None:
             fold.stop()
         return fold
 

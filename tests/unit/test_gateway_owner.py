@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gateway.actions import Action, Bill, Cancel, Reply, Restated, SendRequest
 from gateway.lifecycle import STALLED_MS
 from gateway.metrics import Timing
+from gateway.own_streams import OwnStreams
 from gateway.owned_request import OwnedRequest
 from gateway.owner import Owner, reply_partition, reply_partitions
 from gateway.reader import WholeReader
@@ -460,13 +461,22 @@ def test_the_log_says_what_its_client_hears_of_a_request_that_was_late(runs: boo
         desk.dispatched()
         desk.tokens(0, b"ab")
     desk.owner.tick(desk.view, desk.owned.request.accepted_at + desk.owned.request.end_ms, 0.0)
+    desk.owned.stream_id = "one that is read"
+    fold = OwnStreams(desk.owner, {3: 0}).fold(RID, "acme", 3, 0, 0.0)
+    assert fold is not None
     if runs:
+        fold.on_record(Completion(RID, 1, 0, WORKER_EPOCH, 3, 1, 2, "cancelled"), desk.time)
+        assert not fold.over
         failed = failure(actions := desk.complete(2, "cancelled"))
         assert (failed.code, failed.message) == ("deadline_exceeded", "not finished within 600 s")
+        fold.on_record(failed, desk.time)
         usage = bill(desk.read_back(actions))
     else:
         word = Rejected(RID, 1, 499, "deadline_exceeded", "deadline_exceeded")
+        fold.on_record(word, desk.time)
         usage = bill(desk.owner.on_record(word, desk.time))
+    assert fold.over
+    assert fold.state.end == desk.owned.state.end
     assert isinstance(desk.reader.end, ApiError)
     assert (desk.reader.end.status, desk.reader.end.code) == (504, "deadline_exceeded")
     used = (2, 3) if runs else (0, 0)
