@@ -76,7 +76,8 @@ class LogClock:
 
 @dataclass(slots=True)
 class Member:
-    """The newest known life of a slot. `last_ms` is on the log's clock."""
+    """The newest known life of a slot. `last_ms` is on the log's clock, `heard_at` the broker's time of
+    `heartbeat` (ms of the epoch)."""
 
     role: str
     slot: int
@@ -85,6 +86,7 @@ class Member:
     heartbeat: Heartbeat | None = None
     draining: bool = False
     left: str | None = None
+    heard_at: int = 0
 
 
 class FleetView:
@@ -107,10 +109,10 @@ class FleetView:
             self._own_last_ms = now
         member = self._members.get(key)
         if member is None or heartbeat.epoch > member.epoch:
-            self._members[key] = Member(*key, heartbeat.epoch, now, heartbeat)
+            self._members[key] = Member(*key, heartbeat.epoch, now, heartbeat, heard_at=timestamp_ms)
         elif heartbeat.epoch == member.epoch:
             _keep_sketch(member.heartbeat, heartbeat)
-            member.last_ms, member.heartbeat = now, heartbeat
+            member.last_ms, member.heartbeat, member.heard_at = now, heartbeat, timestamp_ms
 
     def on_event(self, event: FleetEvent, offset: int) -> None:
         """`offset` is the event's own in fleet.events: for a Join it is the epoch."""
@@ -171,6 +173,10 @@ class FleetView:
             for (r, _), m in sorted(self._members.items())
             if r == role and m.heartbeat is not None and self.gone(r, m.slot, m.epoch) is None
         ]
+
+    def live_slots(self, role: str) -> set[int]:
+        """Slots of the members that heartbeat and are not gone."""
+        return {m.slot for m in self.live(role)}
 
     def epoch_of(self, role: str, slot: int) -> int | None:
         """The highest epoch seen in a slot."""

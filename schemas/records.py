@@ -41,6 +41,8 @@ class InferenceRequest:
     lost_epochs: list[int] = field(default_factory=list)
     detach_ms: int = 0
     idempotency: Idempotency | None = None
+    affinity: int | None = None
+    allow_fallback: bool = True
 
 
 @dataclass(slots=True)

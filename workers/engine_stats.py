@@ -15,7 +15,8 @@ class EngineStats:
     `read_offsets` are the mailbox offsets, by class, up to which dispatches are in these figures. Counters
     since the start are `num_preemptions`, by reason and mode in `preemptions`, and `prefix_cache_queries` and
     `prefix_cache_hits`, in tokens. `kv_fragmentation` is the share of the slots in held blocks that hold no
-    token, 0 … 1. `predicted_step_ms` was predicted for the step that ended last.
+    token, 0 … 1. `predicted_step_ms` was predicted for the step that ended last. `prefix_keys` name what the
+    prefix cache held within the last second; None without one.
     """
 
     num_running: int = 0

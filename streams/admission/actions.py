@@ -17,7 +17,7 @@ from schemas.records import (
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.idempotency import keyed
 from streams.admission.refusal import Refusal
-from streams.admission.router import InFlight, Worker
+from streams.admission.worker import InFlight, Worker
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from streams.admission.actions import (
     reject,
     reply_to,
 )
+from streams.admission.affinity import HitMeter
 from streams.admission.backlog import Backlog
 from streams.admission.decisions import DecisionLog
 from streams.admission.fair_queue import QueuedRequest
@@ -38,11 +39,13 @@ from streams.admission.model_queue import ModelQueue
 from streams.admission.prediction import OutputPredictor
 from streams.admission.refusal import RETRY_LATER_MS, Refusal
 from streams.admission.restating import Restating, settle_usage
-from streams.admission.router import Router, Worker
+from streams.admission.router import Router, RoutingPolicy
+from streams.admission.shares import PeerDemand
 from streams.admission.takeover import Takeover
 from streams.admission.tenants import Tenants
 from streams.admission.validation import invalid_field, too_long
 from streams.admission.waiting import WaitingPolicy, expired, no_worker, over_bounds, wait_until
+from streams.admission.worker import Worker
 
 # Finish reasons of answers that came to their own end, so that their length says something.
 COMPLETE = frozenset({"stop", "length"})
@@ -55,7 +58,12 @@ class Admission:
     """
 
     def __init__(
-        self, policy: WaitingPolicy, decisions: DecisionLog, predictor: OutputPredictor | None = None
+        self,
+        policy: WaitingPolicy,
+        decisions: DecisionLog,
+        predictor: OutputPredictor | None = None,
+        routing: RoutingPolicy | None = None,
+        slot: int = 0,
     ) -> None:
         self.policy = policy
         self.decisions = decisions
@@ -64,10 +72,12 @@ class Admission:
         self.limits = Limits()
         self.restating = Restating(self.limits)
         self.tenants = Tenants(self.limits)
-        self.router = Router()
+        self.router = Router(routing)
+        self.peers = PeerDemand(slot)
+        self.hits = HitMeter()
         self.predictor = predictor or OutputPredictor()
         self.keys = IdempotencyKeys()
-        self._backlog = Backlog(self.router)
+        self._backlog = Backlog(self.router, self.peers)
         self._memory = RequestMemory()
 
     # Records
@@ -167,6 +177,8 @@ class Admission:
         if not self._memory.ended(usage.request_id, usage.attempt, usage.slot, usage.epoch):
             return []
         self.router.ended(usage.slot, usage.epoch, used)
+        if usage.attempt == 1:
+            self.hits.note(self._memory.predicted_cached_tokens(usage.request_id), usage.cached_tokens)
         return self._run(usage.model, now)
 
     def on_tenant(self, name: str, tenant: Tenant | None, now: int) -> None:
@@ -182,6 +194,7 @@ class Admission:
 
     def fleet_changed(self, now: int) -> list[Action]:
         """Takes the fleet's newest figures and runs all queues."""
+        self.peers.retain(self.fleet.live_slots("admission"))
         self.router.update(self.fleet.live("worker"))
         return self._run_all(now)
 
@@ -196,7 +209,7 @@ class Admission:
 
     def on_dispatched(self, assign: Assign, offset: int) -> list[Action]:
         """The Dispatch was acked at `offset` of its mailbox partition."""
-        self.router.acked(assign.worker, assign.in_flight, offset)
+        assign.worker.acked(assign.in_flight, offset)
         request = assign.dispatch.request
         self._memory.dispatched(request.request_id, request.attempt)
         slot, epoch = assign.dispatch.slot, assign.dispatch.epoch
@@ -266,10 +279,10 @@ class Admission:
 
     def _assign(self, item: QueuedRequest, worker: Worker, now: int) -> Assign:
         request = item.request
-        entry = self.router.dispatch(worker, request, item.expected_output_tokens)
-        self._memory.assigned(item, worker.slot, worker.epoch, now)
+        entry = self.router.dispatch(worker, request, item.expected_output_tokens, item.prefix)
+        self._memory.assigned(item, worker, entry, now)
         waited = max(0, now - item.queued_at)
-        self.decisions.dispatched(item, worker, waited)
+        self.decisions.dispatched(item, worker, entry, waited)
         return assign(item, worker, entry, waited)
 
     def _wait(self, queue: ModelQueue, item: QueuedRequest, now: int) -> Action:

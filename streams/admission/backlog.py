@@ -8,8 +8,10 @@ from schemas.topics import priority_of
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.model_queue import ModelQueue
 from streams.admission.refusal import RETRY_LATER_MS
-from streams.admission.router import Blocked, Router, Worker
+from streams.admission.router import Blocked, Router
+from streams.admission.shares import PeerDemand, Share
 from streams.admission.shedding import ShedLevel, paused
+from streams.admission.worker import Worker
 
 # How far past retries that no worker may take (excluded slots) a queue is searched.
 MAX_SKIPPED_RETRIES = 8
@@ -21,8 +23,9 @@ MAX_FLOOR_KV_USE = 0.85
 class Backlog:
     """Queues by model, made as requests name them and dropped when nobody serves or wants the model."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, peers: PeerDemand) -> None:
         self._router = router
+        self._peers = peers
         self._queues: dict[str, ModelQueue] = {}
         self._deadlines: list[tuple[int, int, QueuedRequest]] = []
         self._count = 0
@@ -43,8 +46,8 @@ class Backlog:
         """Those that something waits for."""
         return [model for model, queue in self._queues.items() if queue.waiting]
 
-    # NOTE: nothing of a lower class goes to a worker while a higher one of the model waits for room, but for
-    # the floor, which ends with the room; and batch never goes before interactive.
+    # NOTE: nothing of a lower class goes to a worker while a higher one of the model waits for room, here or
+    # at another process, but for the floor, which ends with the room; and batch never goes before interactive.
     def take(
         self, model: str, level: ShedLevel = ShedLevel.NONE
     ) -> Iterator[tuple[QueuedRequest, Worker | None]]:
@@ -61,11 +64,12 @@ class Backlog:
             while fair.num_requests and (item := fair.first(skipped)) is not None:
                 if paused(level, item.request):
                     return
-                if (owed := self._floor(queue, priority, model, level)) is not None:
+                share = self._peers.share(model, priority, fair.num_tokens)
+                if (owed := self._floor(queue, priority, model, level, share)) is not None:
                     queue.take(owed[0])
                     yield owed
                     continue
-                worker = self._router.choose(item.request, item.expected_output_tokens)
+                worker = self._router.choose(item.request, item.expected_output_tokens, item.prefix, share)
                 if not isinstance(worker, Blocked):
                     queue.take(item)
                     yield item, worker
@@ -79,15 +83,15 @@ class Backlog:
                     skipped += 1
 
     def _floor(
-        self, queue: ModelQueue, priority: int, model: str, level: ShedLevel
+        self, queue: ModelQueue, priority: int, model: str, level: ShedLevel, share: Share | None
     ) -> tuple[QueuedRequest, Worker] | None:
-        """What the class below is owed now and has room, with its worker."""
+        """What the class below is owed now and has room, out of the `share` of this one, with its worker."""
         item = queue.owed(priority)
         if item is None or level >= ShedLevel.CAP_FREE or paused(level, item.request):
             return None
         if self._router.kv_use(model) > MAX_FLOOR_KV_USE:
             return None
-        worker = self._router.choose(item.request, item.expected_output_tokens)
+        worker = self._router.choose(item.request, item.expected_output_tokens, item.prefix, share)
         return None if isinstance(worker, Blocked) else (item, worker)
 
     def watch(self, item: QueuedRequest) -> None:

@@ -5,7 +5,7 @@ from collections import deque
 from schemas.records import Decision, InferenceRequest
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.refusal import Refusal
-from streams.admission.router import Worker
+from streams.admission.worker import InFlight, Worker
 
 
 class DecisionLog:
@@ -22,7 +22,7 @@ class DecisionLog:
         self._held.clear()
         return held
 
-    def dispatched(self, item: QueuedRequest, worker: Worker, queued_ms: int) -> None:
+    def dispatched(self, item: QueuedRequest, worker: Worker, entry: InFlight, queued_ms: int) -> None:
         if not self.enabled:
             return
         inputs = {
@@ -30,6 +30,7 @@ class DecisionLog:
             "tokens": float(item.tokens),
             "expected_output_tokens": float(item.expected_output_tokens),
             "load": worker.load,
+            "cached_tokens": float(entry.cached_tokens),
             "free_blocks": float(worker.free_blocks),
             "num_seqs": float(worker.num_seqs),
         }

@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from schemas.records import InferenceRequest, RateLimit
+from streams.admission.affinity import PromptPrefix
 
 FORGET_LINES = 1024
 
@@ -36,6 +37,10 @@ class QueuedRequest:
     traceparent: str | None = None
     rate_limits: list[RateLimit] = field(default_factory=list)
     waits: bool = True
+    prefix: PromptPrefix = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefix = PromptPrefix(self.request)
 
 
 @dataclass(slots=True, eq=False)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from streams.admission.fair_queue import QueuedRequest
+from streams.admission.worker import InFlight, Worker
 
 # Owners send again within seconds.
 REMEMBER_MS = 60_000
@@ -27,6 +28,7 @@ class Known:
     epoch: int = -1
     ended: bool = False
     forget_at: int = 0
+    predicted_cached_tokens: int = 0
 
 
 class RequestMemory:
@@ -46,12 +48,18 @@ class RequestMemory:
         """The attempt waits; it replaces an earlier one."""
         self._known[item.request.request_id] = Known(item.request.attempt, Phase.QUEUED, item)
 
-    def assigned(self, item: QueuedRequest, slot: int, epoch: int, now: int) -> None:
+    def assigned(self, item: QueuedRequest, worker: Worker, entry: InFlight, now: int) -> None:
         """A worker is chosen for what was queued."""
         known = self._known[item.request.request_id]
         known.phase, known.queued = Phase.ASSIGNED, None
-        known.slot, known.epoch, known.forget_at = slot, epoch, now + REMEMBER_MS
+        known.slot, known.epoch, known.forget_at = worker.slot, worker.epoch, now + REMEMBER_MS
+        known.predicted_cached_tokens = entry.cached_tokens
         self._expiry.append((known.forget_at, item.request.request_id))
+
+    def predicted_cached_tokens(self, request_id: bytes) -> int:
+        """How many of its prompt's tokens were expected to be cached where it went."""
+        known = self._known.get(request_id)
+        return 0 if known is None else known.predicted_cached_tokens
 
     def dispatched(self, request_id: bytes, attempt: int) -> None:
         """The Dispatch was acked."""

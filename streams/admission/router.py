@@ -1,27 +1,34 @@
-"""Picks the worker for a request, late: only one that has room now.
+"""Picks the worker for a request, late: only one that has room now (worker.py counts it).
 
-Heartbeats are up to 100 ms old, so the router counts what it has dispatched since: a worker says up to
-which mailbox offset its figures go, and what lies above is added to them. What usage rows say has ended
-since the last heartbeat is taken off.
+The score is a worker's load with the request on it, less what its prefix cache saves. All terms are in the
+same unit, so affinity ends by itself where the favourite's queue is longer than the hit is worth; beyond
+`max_affinity` a hit counts no more, so that a prefix that all share does not fill one worker first.
 """
 
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
-from schemas.fleet import CanaryStatus, Member
-from schemas.priority import PriorityClass
-from schemas.records import Heartbeat, InferenceRequest, WorkerStatus
+from schemas.fleet import Member
+from schemas.prefix_sketch import is_shared
+from schemas.records import InferenceRequest
+from streams.admission.affinity import PromptPrefix, rendezvous
+from streams.admission.shares import Share
+from streams.admission.worker import PREFILL_SCALE, InFlight, Worker
 
-# Queued prompt tokens that weigh as much as a full KV pool or a full batch: a few steps of prefill.
-PREFILL_SCALE = 2048
-# Batch leaves this part of the KV blocks free, so that an interactive prompt finds room without preemption.
-BATCH_WATERMARK = 0.1
+# Scores that differ by less are taken for equal, and requests that belong together go the same way: a
+# heartbeat is 100 ms old, in which a busy worker takes about that much (13 of 256 sequences).
+NEAR = 0.05
+# A worker counts as at most so much slower than the fastest: rates are running means over unlike steps.
+MAX_SLOWNESS = 4.0
+# What a cached token is worth, in tokens of queue: one that this request need not wait for, and one that the
+# worker can compute for another instead. With 1, two workers compute what both had sent at the same time.
+HIT_WEIGHT = 2.0
+# Half a batch, or 1,024 prompt tokens ahead.
+DEFAULT_MAX_AFFINITY = 0.5
 # More than any load: with another suspect only where there is no other room.
 _APART = 1e6
 _SUSPECT_ATTEMPT = 3
-_UNFIT = frozenset({CanaryStatus.FAILED, CanaryStatus.ENGINE_STALLED})
 
 
 class Blocked(Enum):
@@ -31,123 +38,12 @@ class Blocked(Enum):
     NO_ROOM = auto()
 
 
-@dataclass(slots=True, eq=False)
-class InFlight:
-    """A dispatch that the worker's heartbeat does not count yet. `offset` is None until the ack."""
+@dataclass(frozen=True, slots=True)
+class RoutingPolicy:
+    """`affinity`: prefix hits and hints count. `max_affinity`: the load that a hit may outweigh."""
 
-    priority: int
-    blocks: int
-    prefill_tokens: int
-    offset: int | None = None
-
-
-def _empty_mailboxes() -> tuple[deque[InFlight], ...]:
-    return tuple(deque() for _ in PriorityClass)
-
-
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One run as the router sees it. `suspects` are requests there that runs were lost under before."""
-
-    slot: int
-    epoch: int
-    heartbeat: Heartbeat
-    status: WorkerStatus
-    draining: bool
-    in_flight: tuple[deque[InFlight], ...] = field(default_factory=_empty_mailboxes)
-    in_flight_seqs: int = 0
-    in_flight_blocks: int = 0
-    in_flight_prefill: int = 0
-    ended_seqs: int = 0
-    ended_blocks: int = 0
-    suspects: set[bytes] = field(default_factory=set)
-
-    @property
-    def takes_requests(self) -> bool:
-        return not (self.draining or self.status.draining or self.status.canary in _UNFIT)
-
-    @property
-    def num_seqs(self) -> int:
-        """Sequences that run, wait or are on their way there."""
-        status = self.status
-        seqs = status.num_running + sum(status.num_waiting) + self.in_flight_seqs - self.ended_seqs
-        return max(0, seqs)
-
-    @property
-    def free_blocks(self) -> int:
-        """KV blocks that neither a sequence, nor a prompt that waits there, nor a dispatch has claim to."""
-        status = self.status
-        waiting = -(-status.queued_prefill_tokens // status.block_size)
-        free = status.free_blocks - waiting - self.in_flight_blocks + self.ended_blocks
-        return min(status.num_blocks, free)
-
-    @property
-    def load(self) -> float:
-        """The routing score, lower is better: KV in use, batch in use, prompt tokens ahead."""
-        status = self.status
-        prefill = status.queued_prefill_tokens + self.in_flight_prefill
-        return (
-            1.0
-            - self.free_blocks / max(1, status.num_blocks)
-            + self.num_seqs / max(1, status.max_num_seqs)
-            + prefill / PREFILL_SCALE
-        )
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest sequence it can ever hold, prompt and output."""
-        return min(self.status.max_model_len, self.status.num_blocks * self.status.block_size + 1)
-
-    def fits(self, request: InferenceRequest) -> bool:
-        """Whether it could run there with nothing else; output is cut at the context's end."""
-        prompt, status = len(request.prompt_token_ids), self.status
-        longest = min(prompt + request.sampling.max_tokens, status.max_model_len)
-        return prompt < status.max_model_len and longest <= self.max_tokens
-
-    def spares(self, blocks: int) -> bool:
-        """Whether batch work of `blocks` leaves room for interactive prompts, of which none waits there."""
-        if self.num_seqs == 0:
-            return True
-        kept = BATCH_WATERMARK * self.status.num_blocks
-        return self.status.num_waiting[PriorityClass.INTERACTIVE] == 0 and self.free_blocks - blocks >= kept
-
-    def blocks_for(self, request: InferenceRequest, expected_output_tokens: int) -> int:
-        """Blocks that it is expected to fill; never more than the worker has, so an idle one takes any."""
-        tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + expected_output_tokens
-        return min(-(-tokens // self.status.block_size), self.status.num_blocks)
-
-    def update(self, heartbeat: Heartbeat, status: WorkerStatus) -> None:
-        """Takes newer figures, and drops from its own counts what these hold."""
-        self.heartbeat, self.status = heartbeat, status
-        self.ended_seqs = self.ended_blocks = 0
-        for priority, dispatched in enumerate(self.in_flight):
-            while (
-                dispatched
-                and dispatched[0].offset is not None
-                and self.counts(priority, dispatched[0].offset)
-            ):
-                self._uncount(dispatched.popleft())
-
-    def counts(self, priority: int, offset: int) -> bool:
-        """Whether the last heartbeat's figures hold the dispatch at `offset`."""
-        return offset < self.status.mailbox_offsets[priority]
-
-    def add(self, entry: InFlight) -> None:
-        self.in_flight[entry.priority].append(entry)
-        self.in_flight_seqs += 1
-        self.in_flight_blocks += entry.blocks
-        self.in_flight_prefill += entry.prefill_tokens
-
-    def remove(self, entry: InFlight) -> None:
-        """Fine for an entry that is no longer there."""
-        if entry in self.in_flight[entry.priority]:
-            self.in_flight[entry.priority].remove(entry)
-            self._uncount(entry)
-
-    def _uncount(self, entry: InFlight) -> None:
-        self.in_flight_seqs -= 1
-        self.in_flight_blocks -= entry.blocks
-        self.in_flight_prefill -= entry.prefill_tokens
+    affinity: bool = True
+    max_affinity: float = DEFAULT_MAX_AFFINITY
 
 
 def is_suspect(request: InferenceRequest) -> bool:
@@ -159,7 +55,8 @@ def is_suspect(request: InferenceRequest) -> bool:
 class Router:
     """The live workers by model."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: RoutingPolicy | None = None) -> None:
+        self.policy = policy or RoutingPolicy()
         self._workers: dict[int, Worker] = {}
         self._by_model: dict[str, list[Worker]] = {}
 
@@ -172,9 +69,11 @@ class Router:
                 continue
             worker = self._workers.get(member.slot)
             if worker is None or worker.epoch != member.epoch:
-                worker = Worker(member.slot, member.epoch, heartbeat, heartbeat.worker, member.draining)
+                worker = Worker(
+                    member.slot, member.epoch, heartbeat, heartbeat.worker, member.draining, member.heard_at
+                )
             elif worker.heartbeat is not heartbeat:
-                worker.update(heartbeat, heartbeat.worker)
+                worker.update(heartbeat, heartbeat.worker, member.heard_at)
             worker.draining = member.draining
             workers[member.slot] = worker
         self._workers = workers
@@ -182,6 +81,8 @@ class Router:
         for worker in workers.values():
             if worker.takes_requests:
                 self._by_model.setdefault(worker.status.model, []).append(worker)
+        for same in self._by_model.values():
+            _compare(same)
 
     @property
     def num_workers(self) -> int:
@@ -197,10 +98,22 @@ class Router:
         blocks = sum(worker.status.num_blocks for worker in workers)
         return 1.0 - sum(worker.free_blocks for worker in workers) / blocks if blocks else 0.0
 
-    def choose(self, request: InferenceRequest, expected_output_tokens: int) -> Worker | Blocked:
-        """The least loaded worker with room for the request. O(workers)."""
-        best: Worker | None = None
-        best_load = 0.0
+    def choose(
+        self,
+        request: InferenceRequest,
+        expected_output_tokens: int,
+        prefix: PromptPrefix | None = None,
+        share: Share | None = None,
+    ) -> Worker | Blocked:
+        """The worker with room for the request that has the best score. O(workers).
+
+        `prefix` None: the cache says nothing. `share` None: all room is this process's.
+        """
+        policy = self.policy
+        known = prefix if policy.affinity else None
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        suspect = is_suspect(request)
+        scores: list[tuple[float, Worker]] = []
         blocked = Blocked.NO_WORKER
         for worker in self._by_model.get(request.model, ()):
             if worker.slot in request.excluded_slots or worker.epoch in request.lost_epochs:
@@ -208,37 +121,47 @@ class Router:
             if not worker.fits(request):
                 continue
             blocked = Blocked.NO_ROOM
-            if worker.num_seqs >= worker.status.max_num_seqs:
+            if not worker.has_room(request, expected_output_tokens, share):
                 continue
-            blocks = worker.blocks_for(request, expected_output_tokens)
-            if blocks > worker.free_blocks:
-                continue
-            if request.priority == PriorityClass.BATCH and not worker.spares(blocks):
-                continue
-            load = worker.load
-            if is_suspect(request) and worker.suspects - {request.request_id}:
-                load += _APART
-            if best is None or load < best_load:
-                best, best_load = worker, load
-        return blocked if best is None else best
+            per_token = worker.prefill_slowness / PREFILL_SCALE
+            score = worker.load + num_tokens * per_token
+            if known is not None:
+                score -= min(policy.max_affinity, HIT_WEIGHT * worker.cached_tokens(known) * per_token)
+            if suspect and worker.suspects - {request.request_id}:
+                score += _APART
+            scores.append((score, worker))
+        if not scores:
+            return blocked
+        best, chosen = min(scores, key=_score)
+        hint = known.hint if known is not None and len(scores) > 1 else None
+        if hint is not None:
+            near = [worker for score, worker in scores if score <= best + NEAR]
+            chosen = max(near, key=lambda worker: rendezvous(hint, worker.slot))
+        return chosen
 
-    def dispatch(self, worker: Worker, request: InferenceRequest, expected_output_tokens: int) -> InFlight:
+    def dispatch(
+        self,
+        worker: Worker,
+        request: InferenceRequest,
+        expected_output_tokens: int,
+        prefix: PromptPrefix | None = None,
+    ) -> InFlight:
         """Counts the request at the worker until a heartbeat does."""
+        cached = 0
+        if prefix is not None and (sketch := worker.status.prefix_sketch):
+            cached = worker.cached_tokens(prefix)
+            worker.sent.add(prefix.keys(is_shared(sketch)))
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         entry = InFlight(
             priority=request.priority,
             blocks=worker.blocks_for(request, expected_output_tokens),
-            prefill_tokens=len(request.prompt_token_ids) + len(request.output_token_ids),
+            prefill_tokens=num_tokens - cached,
+            cached_tokens=cached,
         )
         worker.add(entry)
         if is_suspect(request):
             worker.suspects.add(request.request_id)
         return entry
-
-    def acked(self, worker: Worker, entry: InFlight, offset: int) -> None:
-        """The dispatch lies at `offset` of its mailbox partition."""
-        entry.offset = offset
-        if worker.counts(entry.priority, offset):
-            worker.remove(entry)
 
     def billed(self, slot: int, epoch: int, request_id: bytes) -> None:
         """A usage row: the request does no harm to that run any more."""
@@ -252,3 +175,25 @@ class Router:
         if worker is not None and worker.epoch == epoch:
             worker.ended_seqs += 1
             worker.ended_blocks += -(-tokens // worker.status.block_size)
+
+
+def _score(entry: tuple[float, Worker]) -> float:
+    return entry[0]
+
+
+def _compare(workers: list[Worker]) -> None:
+    """Sets how slow each is beside the fastest of the model, by its own figures; one that has none is fast.
+
+    A step that lasts longer than its worker's mean counts as long as it has lasted.
+    """
+    rates = [worker.status.prefill_tokens_per_s for worker in workers]
+    steps = [max(worker.status.step_time_ms, float(worker.status.step_age_ms)) for worker in workers]
+    best_rate, best_step = max(rates), min((step for step in steps if step > 0), default=0.0)
+    for worker, rate, step in zip(workers, rates, steps, strict=True):
+        worker.prefill_slowness = _slowness(best_rate / rate) if rate > 0 else 1.0
+        worker.step_slowness = _slowness(step / best_step) if step > 0 else 1.0
+
+
+def _slowness(ratio: float) -> float:
+    """In quarters: less than that is noise, and would send all that comes to the same one of equals."""
+    return min(MAX_SLOWNESS, round(4 * ratio) / 4)

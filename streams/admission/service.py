@@ -150,6 +150,7 @@ class AdmissionService:
         return self.membership.heartbeat(self.admission.partition_statuses())
 
     def _on_peer(self, heartbeat: Heartbeat) -> None:
+        self.admission.peers.heard(heartbeat)
         if lost := self.admission.on_other_admission(heartbeat.partitions, _now()):
             log.warning("admission %d took over partitions %s", heartbeat.slot, lost)
 

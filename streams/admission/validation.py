@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from schemas.records import InferenceRequest
 from schemas.topics import NUM_CLASSES
 from streams.admission.refusal import Refusal
-from streams.admission.router import Worker
+from streams.admission.worker import Worker
 
 
 def invalid_field(request: InferenceRequest, partition: int) -> str | None:

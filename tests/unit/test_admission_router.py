@@ -2,7 +2,8 @@ from typing import Any
 
 from schemas.fleet import FleetView, Member
 from schemas.records import Drain, Heartbeat, InferenceRequest, Join, Left
-from streams.admission.router import Blocked, Router, Worker
+from streams.admission.router import Blocked, Router
+from streams.admission.worker import Worker
 from tests.admission_harness import MODEL, make_request, make_status
 
 
@@ -26,7 +27,7 @@ def dispatch(router: Router, offset: int | None, **request: Any) -> None:
     assert isinstance(worker, Worker)
     entry = router.dispatch(worker, made, 16)
     if offset is not None:
-        router.acked(worker, entry, offset)
+        worker.acked(entry, offset)
 
 
 def test_takes_no_worker_of_another_model_draining_failed_or_excluded() -> None:
@@ -105,7 +106,7 @@ def test_an_ack_that_comes_after_the_heartbeat_counts_nothing_twice() -> None:
     assert isinstance(worker, Worker)
     entry = router.dispatch(worker, request, 16)
     router.update([member(num_running=1, mailbox_offsets=[1, 0, 0])])
-    router.acked(worker, entry, 0)
+    worker.acked(entry, 0)
     assert worker.num_seqs == 1
     assert worker.in_flight_blocks == worker.in_flight_prefill == 0
 
