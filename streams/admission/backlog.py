@@ -47,7 +47,7 @@ class Backlog:
         return [model for model, queue in self._queues.items() if queue.waiting]
 
     # NOTE: nothing of a lower class goes to a worker while a higher one of the model waits for room, here or
-    # at another process, but for the floor, which ends with the room; and batch never goes before interactive.
+    # at another process, but for the floor, which ends with the room; batch never goes before interactive.
     def take(
         self, model: str, level: ShedLevel = ShedLevel.NONE
     ) -> Iterator[tuple[QueuedRequest, Worker | None]]:

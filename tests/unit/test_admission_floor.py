@@ -12,6 +12,7 @@ from streams.admission.backlog import Backlog
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.model_queue import FLOOR
 from streams.admission.router import Router
+from streams.admission.shares import PeerDemand
 from streams.admission.shedding import ShedLevel
 from tests.admission_harness import MODEL, make_request, make_status
 
@@ -26,7 +27,7 @@ def member(**status: Any) -> Member:
 def backlog(**status: Any) -> tuple[Router, Backlog]:
     router = Router()
     router.update([member(**status)])
-    return router, Backlog(router)
+    return router, Backlog(router, PeerDemand(0))
 
 
 def put(queue: Backlog, priority: int, tokens: int = 100, attempt: int = 1) -> QueuedRequest:
