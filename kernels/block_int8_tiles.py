@@ -173,7 +173,7 @@ def amx_bf16_tile(row_tiles: int) -> Any:
                 for index in range(row_tiles):
                     for other in range(PANELS):
                         numbers = tile(index * PANELS + other), tile(4 + index), tile(6 + other)
-                        amx_call(builder, "tdpbf16ps", *numbers)
+                        amx_call(builder, "tdpbf16ps", *numbers, there=HAS_AMX_BF16)
             for index in range(row_tiles):
                 for other in range(PANELS):
                     place = place_of(builder, out, offset=4 * PANEL * other)

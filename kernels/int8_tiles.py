@@ -105,7 +105,15 @@ def vnni_tile(num_rows: int) -> Any:
     return multiply
 
 
-def amx_call(builder: Any, name: str, *arguments: Any) -> None:
+def amx_call(builder: Any, name: str, *arguments: Any, there: bool = HAS_AMX) -> None:
+    """`there`: this processor has the instruction. Without it LLVM ends the process when it compiles it, even
+    in a branch that is never taken: what is compiled instead ends the process if it is.
+    """
+    if not there:
+        builder.call(
+            builder.module.declare_intrinsic("llvm.trap", fnty=ir.FunctionType(ir.VoidType(), [])), []
+        )
+        return
     function = builder.module.declare_intrinsic(
         f"llvm.x86.{name}", fnty=ir.FunctionType(ir.VoidType(), [each.type for each in arguments])
     )
