@@ -262,6 +262,7 @@ class Usage:
     ended_at: int
     slot: int | None = None
     epoch: int | None = None
+    first_token_ms: int | None = None
 
 
 # fleet.heartbeats, fleet.events, fleet.decisions
@@ -336,6 +337,17 @@ class Left:
     slot: int
     epoch: int
     reason: str
+
+
+@dataclass(slots=True)
+class Shedding:
+    model: str
+    level: int
+    before: int
+    wait_ms: int
+    kv_use: float
+    slot: int
+    epoch: int
 
 
 @dataclass(slots=True)

@@ -45,6 +45,11 @@ class LiveRequest:
     last_token: float | None = None
 
     @property
+    def first_token_ms(self) -> int | None:
+        """From the dispatch to the first token; None before it."""
+        return None if self.first_token is None else int((self.first_token - self.arrived) * 1_000)
+
+    @property
     def reply_to(self) -> ReplyTo:
         return ReplyTo(self.request.request_id, self.request.attempt, self.request.reply_partition)
 

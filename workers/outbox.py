@@ -137,6 +137,7 @@ class Outbox:
                 ended_at=ended_at,
                 slot=self._slot,
                 epoch=self._epoch,
+                first_token_ms=live.first_token_ms,
             ),
             headers,
         )

@@ -17,6 +17,7 @@ from schemas.records import (
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.idempotency import keyed
 from streams.admission.refusal import Refusal
+from streams.admission.shedding import LevelChange
 from streams.admission.worker import InFlight, Worker
 
 
@@ -68,7 +69,14 @@ class DeadLetter:
     headers: Headers
 
 
-Action = Reply | Assign | NoteKey | DeadLetter
+@dataclass(slots=True)
+class Announce:
+    """Tell the fleet that a model's shedding level changed."""
+
+    change: LevelChange
+
+
+Action = Reply | Assign | NoteKey | DeadLetter | Announce
 
 
 def reply_to(request: InferenceRequest) -> ReplyTo:

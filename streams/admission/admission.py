@@ -19,6 +19,7 @@ from schemas.records import (
 from schemas.stream_state import DEADLINE_EXCEEDED
 from streams.admission.actions import (
     Action,
+    Announce,
     Assign,
     NoteKey,
     Reply,
@@ -36,15 +37,17 @@ from streams.admission.idempotency import IdempotencyKeys
 from streams.admission.limits import Limits
 from streams.admission.memory import Phase, RequestMemory
 from streams.admission.model_queue import ModelQueue
+from streams.admission.overload import Overload
 from streams.admission.prediction import OutputPredictor
 from streams.admission.refusal import RETRY_LATER_MS, Refusal
 from streams.admission.restating import Restating, settle_usage
 from streams.admission.router import Router, RoutingPolicy
+from streams.admission.screening import Refused, Screening
 from streams.admission.shares import PeerDemand
 from streams.admission.takeover import Takeover
 from streams.admission.tenants import Tenants
-from streams.admission.validation import invalid_field, too_long
-from streams.admission.waiting import WaitingPolicy, expired, no_worker, over_bounds, wait_until
+from streams.admission.validation import invalid_field
+from streams.admission.waiting import WaitingPolicy, expired, no_worker, over_bounds
 from streams.admission.worker import Worker
 
 # Finish reasons of answers that came to their own end, so that their length says something.
@@ -79,6 +82,17 @@ class Admission:
         self.keys = IdempotencyKeys()
         self._backlog = Backlog(self.router, self.peers)
         self._memory = RequestMemory()
+        self.overload = Overload(policy.overload, self._backlog, self.router)
+        self._screening = Screening(
+            policy,
+            decisions,
+            self.tenants,
+            self.limits,
+            self.router,
+            self.overload,
+            self.predictor,
+            self.keys,
+        )
 
     # Records
 
@@ -104,45 +118,15 @@ class Admission:
         if known is not None and known.queued is not None:
             self._backlog.cancel(known.queued)
             self._memory.forget(request.request_id)
-        match self.keys.check(request, partition):
-            case Duplicate() as duplicate:
-                return [Reply(reply_to(request), duplicate, traceparent)]
-            case Refusal() as reused:
-                return [self._refuse(request, reused, traceparent)]
-        end_at = request.accepted_at + request.end_ms
-        refusal = (
-            self.tenants.refusal(request)
-            or self._late(request, now)
-            or too_long(request, self.router.workers(request.model))
-            or self.limits.reserve(
-                request.request_id,
-                request.attempt,
-                request.tenant,
-                request.priority,
-                len(request.prompt_token_ids),
-                request.sampling.max_tokens,
-                end_at,
-                now,
-                partition=partition,
-            )
-        )
-        if refusal is not None:
-            return [self._refuse(request, refusal, traceparent, now)]
-        expected = self.predictor.expect_rest(request)
-        item = QueuedRequest(
-            request=request,
-            partition=partition,
-            offset=offset,
-            tokens=len(request.prompt_token_ids) + len(request.output_token_ids) + expected,
-            expected_output_tokens=expected,
-            queued_at=now,
-            end_at=wait_until(request),
-            record=record,
-            traceparent=traceparent,
-            rate_limits=self.limits.rate_limits(request.tenant, request.priority, now),
-        )
+        item = self._screening.screen(request, record, partition, offset, traceparent, now)
+        if isinstance(item, Duplicate):
+            return [Reply(reply_to(request), item, traceparent)]
+        if isinstance(item, Refused):
+            return [self._refuse(request, item.refusal, traceparent, now, item.inputs)]
         queue = self._backlog.append(item, self.tenants.weight(request.tenant))
         self._memory.queued(item)
+        if request.attempt > 1:
+            self.decisions.requeued(item)
         actions = self._run(request.model, now)
         if item.waits:
             actions.append(self._wait(queue, item, now))
@@ -177,8 +161,10 @@ class Admission:
         if not self._memory.ended(usage.request_id, usage.attempt, usage.slot, usage.epoch):
             return []
         self.router.ended(usage.slot, usage.epoch, used)
-        if usage.attempt == 1:
-            self.hits.note(self._memory.predicted_cached_tokens(usage.request_id), usage.cached_tokens)
+        known = self._memory.get(usage.request_id)
+        self.overload.ended(usage, known)
+        if known is not None and usage.attempt == 1:
+            self.hits.note(known.predicted_cached_tokens, usage.cached_tokens)
         return self._run(usage.model, now)
 
     def on_tenant(self, name: str, tenant: Tenant | None, now: int) -> None:
@@ -236,8 +222,12 @@ class Admission:
         self.limits.expire(now)
         self._memory.expire(now)
         self.keys.expire(now)
-        actions: list[Action] = [
-            self._evict(item, expired(self._backlog.retry_after_ms(item.request.model)), now)
+        actions: list[Action] = []
+        for change in self.overload.update(now):
+            self.decisions.level_changed(change)
+            actions += [Announce(change), *self._run(change.model, now)]
+        actions += [
+            self._evict(item, expired(self.overload.retry_after_ms(item.request.model)), now)
             for item in self._backlog.expired(now)
         ]
         wait_ms = self.policy.no_worker_wait_ms
@@ -274,15 +264,16 @@ class Admission:
             self._evict(item, self._no_worker(item.request), now)
             if worker is None
             else self._assign(item, worker, now)
-            for item, worker in self._backlog.take(model)
+            for item, worker in self._backlog.take(model, self.overload.level(model))
         ]
 
     def _assign(self, item: QueuedRequest, worker: Worker, now: int) -> Assign:
         request = item.request
         entry = self.router.dispatch(worker, request, item.expected_output_tokens, item.prefix)
-        self._memory.assigned(item, worker, entry, now)
         waited = max(0, now - item.queued_at)
-        self.decisions.dispatched(item, worker, entry, waited)
+        prefill = self.overload.dispatched(item, worker)
+        self._memory.assigned(item, worker, entry, now, prefill)
+        self.decisions.dispatched(item, worker, entry, waited, prefill)
         return assign(item, worker, entry, waited)
 
     def _wait(self, queue: ModelQueue, item: QueuedRequest, now: int) -> Action:
@@ -290,7 +281,7 @@ class Admission:
         request = item.request
         fair = queue.classes[request.priority]
         allowance = self.tenants.max_enqueued_tokens(request.tenant, request.priority)
-        retry_after_ms = self._backlog.retry_after_ms(request.model)
+        retry_after_ms = self.overload.retry_after_ms(request.model)
         refusal = over_bounds(self.policy, fair, item, allowance, retry_after_ms)
         if refusal is not None and request.attempt == 1:
             return self._evict(item, refusal, now)
@@ -304,18 +295,27 @@ class Admission:
         self._memory.forget(request.request_id, request.attempt)
         if request.attempt == 1:
             self.limits.release(request.request_id, now)
-        return self._refuse(request, refusal, item.traceparent, now)
+        self.decisions.evicted(item, refusal, max(0, now - item.queued_at))
+        return self._reject(request, refusal, item.traceparent, now)
 
     def _refuse(
-        self, request: InferenceRequest, refusal: Refusal, traceparent: str | None, now: int | None = None
+        self,
+        request: InferenceRequest,
+        refusal: Refusal,
+        traceparent: str | None,
+        now: int | None = None,
+        inputs: Mapping[str, float] | None = None,
     ) -> Reply:
-        self.decisions.refused(request, refusal)
+        """Does not let a request in."""
+        self.decisions.refused(request, refusal, inputs or {})
+        return self._reject(request, refusal, traceparent, now)
+
+    def _reject(
+        self, request: InferenceRequest, refusal: Refusal, traceparent: str | None, now: int | None
+    ) -> Reply:
         self.keys.refused(request)
         left = () if now is None else self.limits.rate_limits(request.tenant, request.priority, now)
         return reject(reply_to(request), refusal, traceparent, left)
-
-    def _late(self, request: InferenceRequest, now: int) -> Refusal | None:
-        return expired(RETRY_LATER_MS) if wait_until(request) <= now else None
 
     def _no_worker(self, request: InferenceRequest) -> Refusal:
         return no_worker(request.model, self.policy.no_worker_wait_ms)

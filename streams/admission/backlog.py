@@ -7,7 +7,6 @@ from schemas.records import QueuedTokens
 from schemas.topics import priority_of
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.model_queue import ModelQueue
-from streams.admission.refusal import RETRY_LATER_MS
 from streams.admission.router import Blocked, Router
 from streams.admission.shares import PeerDemand, Share
 from streams.admission.shedding import ShedLevel, paused
@@ -15,9 +14,9 @@ from streams.admission.worker import Worker
 
 # How far past retries that no worker may take (excluded slots) a queue is searched.
 MAX_SKIPPED_RETRIES = 8
-MAX_RETRY_AFTER_MS = 60_000
 # With more of the KV blocks in use, what is left is for the higher class.
 MAX_FLOOR_KV_USE = 0.85
+_NOTHING = ModelQueue()
 
 
 class Backlog:
@@ -142,16 +141,9 @@ class Backlog:
             if (tokens := queue.tokens_of(partition))
         ]
 
-    def retry_after_ms(self, model: str) -> int:
-        """When what waits now may be done, by the workers' own rates."""
-        queue = self._queues.get(model)
-        tokens = 0 if queue is None else sum(fair.num_tokens for fair in queue.classes)
-        rate = sum(
-            worker.status.prefill_tokens_per_s + worker.status.decode_tokens_per_s
-            for worker in self._router.workers(model)
-        )
-        wait = int(tokens * 1_000 / rate) if rate > 0 else RETRY_LATER_MS
-        return max(RETRY_LATER_MS, min(MAX_RETRY_AFTER_MS, wait))
+    def queue(self, model: str) -> ModelQueue:
+        """What waits for a model, for its figures alone."""
+        return self._queues.get(model) or _NOTHING
 
     def num_requests(self, priority: int) -> int:
         """Requests that wait in a class."""

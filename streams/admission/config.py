@@ -4,12 +4,24 @@ from dataclasses import dataclass
 
 from schemas.config import CommonConfig, setting
 from streams.admission.admission import Admission
+from streams.admission.arrival import OverloadPolicy
 from streams.admission.decisions import DecisionLog
 from streams.admission.prediction import DEFAULT_QUANTILE, OutputPredictor
 from streams.admission.router import DEFAULT_MAX_AFFINITY, RoutingPolicy
+from streams.admission.shedding import ShedPolicy
 from streams.admission.waiting import WaitingPolicy
 
 ROLE = "admission"
+
+
+def _rising(text: str, count: int) -> list[float] | None:
+    """The numbers in `text`; None unless they are so many, above 0, and rise."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        return None
+    rises = all(low < high for low, high in zip([0.0, *numbers], numbers, strict=False))
+    return numbers if len(numbers) == count and rises else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +32,25 @@ class AdmissionConfig(CommonConfig):
     prefix_affinity: bool = setting(True, doc="Whether requests go where their beginning is cached.")
     max_affinity: float = setting(
         DEFAULT_MAX_AFFINITY, doc="How much load a cached beginning may outweigh (0.5: half a batch)."
+    )
+    start_ms_interactive: int = setting(
+        60_000, doc="How long an interactive request may wait that does not say (ms); 0 is for ever."
+    )
+    start_ms_free: int = setting(120_000, doc="The same for class free (ms).")
+    start_ms_batch: int = setting(0, doc="The same for batch (ms).")
+    shed_wait_ms: str = setting(
+        ",".join(map(str, ShedPolicy().rise_wait_ms)),
+        doc="Waits of online requests that bring each shedding level, in order (ms, four, by commas).",
+    )
+    shed_kv_use: str = setting(
+        ",".join(map(str, ShedPolicy().rise_kv_use)),
+        doc="KV use (0 to 1) that pauses batch, and that caps class free where something waits.",
+    )
+    shed_hold_ms: int = setting(
+        ShedPolicy().hold_ms, doc="How long it must be calm before a shedding level ends (ms)."
+    )
+    shed_free_max_tokens: int = setting(
+        ShedPolicy().free_max_tokens, doc="max_tokens of class free while it is capped."
     )
     output_quantile: float = setting(
         DEFAULT_QUANTILE, doc="Which quantile of a tenant's answers an answer is expected to have (0 to 1)."
@@ -34,6 +65,18 @@ class AdmissionConfig(CommonConfig):
         for name in ("max_queued_requests", "max_queued_tokens", "no_worker_wait_ms", "session_timeout_ms"):
             if getattr(self, name) < 1:
                 found.append(f"HEADRACE_{name.upper()} must be at least 1, not {getattr(self, name)}")
+        for name in ("start_ms_interactive", "start_ms_free", "start_ms_batch", "shed_hold_ms"):
+            if getattr(self, name) < 0:
+                found.append(f"HEADRACE_{name.upper()} must be at least 0, not {getattr(self, name)}")
+        if self.shed_free_max_tokens < 1:
+            found.append(f"HEADRACE_SHED_FREE_MAX_TOKENS must be at least 1, not {self.shed_free_max_tokens}")
+        for name, count in (("shed_wait_ms", 4), ("shed_kv_use", 2)):
+            bounds = _rising(getattr(self, name), count)
+            if bounds is None or (name == "shed_kv_use" and bounds[-1] > 1):
+                found.append(
+                    f"HEADRACE_{name.upper()} must be {count} rising numbers above 0 (of KV use up to 1), "
+                    f"separated by commas, not {getattr(self, name)!r}"
+                )
         for name in ("ack_deadline_s", "stop_timeout_s"):
             if not getattr(self, name) > 0:
                 found.append(f"HEADRACE_{name.upper()} must be above 0, not {getattr(self, name)}")
@@ -44,7 +87,21 @@ class AdmissionConfig(CommonConfig):
         return found
 
     def policy(self) -> WaitingPolicy:
-        return WaitingPolicy(self.max_queued_requests, self.max_queued_tokens, self.no_worker_wait_ms)
+        return WaitingPolicy(
+            self.max_queued_requests, self.max_queued_tokens, self.no_worker_wait_ms, self.overload_policy()
+        )
+
+    def overload_policy(self) -> OverloadPolicy:
+        waits, uses = _rising(self.shed_wait_ms, 4), _rising(self.shed_kv_use, 2)
+        assert waits is not None  # `errors` looked at both
+        assert uses is not None
+        shed = ShedPolicy(
+            rise_wait_ms=(int(waits[0]), int(waits[1]), int(waits[2]), int(waits[3])),
+            rise_kv_use=(uses[0], uses[1]),
+            hold_ms=self.shed_hold_ms,
+            free_max_tokens=self.shed_free_max_tokens,
+        )
+        return OverloadPolicy((self.start_ms_interactive, self.start_ms_free, self.start_ms_batch), shed)
 
     def predictor(self) -> OutputPredictor:
         return OutputPredictor(self.output_quantile)

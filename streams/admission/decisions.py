@@ -1,10 +1,13 @@
 """The log of decisions with the figures they saw, for replay and audit. Nothing waits for it."""
 
 from collections import deque
+from collections.abc import Mapping
 
 from schemas.records import Decision, InferenceRequest
+from streams.admission.arrival import Arrival
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.refusal import Refusal
+from streams.admission.shedding import LevelChange, ShedLevel
 from streams.admission.worker import InFlight, Worker
 
 
@@ -22,27 +25,66 @@ class DecisionLog:
         self._held.clear()
         return held
 
-    def dispatched(self, item: QueuedRequest, worker: Worker, entry: InFlight, queued_ms: int) -> None:
+    def dispatched(
+        self, item: QueuedRequest, worker: Worker, entry: InFlight, queued_ms: int, prefill_ms: float | None
+    ) -> None:
+        """`worker` counts it already, as `entry`; `prefill_ms` is what its prefill is expected to take."""
+        if not self.enabled:
+            return
+        status = worker.status
+        inputs = _arrived(item) | {
+            "queued_ms": float(queued_ms),
+            "tokens": float(item.tokens),
+            "granted_max_tokens": float(item.request.sampling.max_tokens),
+            "cached_tokens": float(entry.cached_tokens),
+            "worker_load": worker.load,
+            "worker_free_blocks": float(worker.free_blocks),
+            "worker_num_blocks": float(status.num_blocks),
+            "worker_num_seqs": float(worker.num_seqs),
+            "worker_max_num_seqs": float(status.max_num_seqs),
+            "worker_queued_prefill_tokens": float(status.queued_prefill_tokens + worker.in_flight_prefill),
+            "worker_prefill_tokens_per_s": status.prefill_tokens_per_s,
+            "worker_step_time_ms": status.step_time_ms,
+        }
+        if prefill_ms is not None:
+            inputs["worker_prefill_ms"] = prefill_ms
+        reason = "room" if item.request.attempt == 1 else "retry"
+        self._add(item.request, "dispatch", reason, inputs, worker.slot, worker.epoch)
+
+    def refused(self, request: InferenceRequest, refusal: Refusal, inputs: Mapping[str, float]) -> None:
+        """It was not let in; `inputs` were seen of it and its tenant."""
+        if self.enabled:
+            self._add(request, "reject", refusal.code, {**inputs, **_answer(refusal)})
+
+    def evicted(self, item: QueuedRequest, refusal: Refusal, queued_ms: int) -> None:
+        """It was let in and waited for `queued_ms`, in vain."""
+        if self.enabled:
+            inputs = _arrived(item) | _answer(refusal) | {"queued_ms": float(queued_ms)}
+            self._add(item.request, "evict", refusal.code, inputs)
+
+    def requeued(self, item: QueuedRequest) -> None:
+        """A retry waits again, at the head of its class."""
+        if self.enabled:
+            inputs = _arrived(item) | {"output_tokens": float(len(item.request.output_token_ids))}
+            self._add(item.request, "requeue", "retry", inputs)
+
+    def capped(self, request: InferenceRequest, seen: Arrival, max_tokens: int) -> None:
+        """Its answer may be `max_tokens` long, and not what it asked for."""
+        if self.enabled:
+            inputs = seen.inputs() | {"granted_max_tokens": float(max_tokens)}
+            self._add(request, "cap", ShedLevel.CAP_FREE.label, inputs)
+
+    def level_changed(self, change: LevelChange) -> None:
+        """Of a model, so of no request and no tenant."""
         if not self.enabled:
             return
         inputs = {
-            "queued_ms": float(queued_ms),
-            "tokens": float(item.tokens),
-            "expected_output_tokens": float(item.expected_output_tokens),
-            "load": worker.load,
-            "cached_tokens": float(entry.cached_tokens),
-            "free_blocks": float(worker.free_blocks),
-            "num_seqs": float(worker.num_seqs),
+            "before": float(change.before),
+            "level": float(change.level),
+            "class_wait_ms": float(change.wait_ms),
+            "kv_use": change.kv_use,
         }
-        self._add(item.request, "dispatch", "room", inputs, worker.slot, worker.epoch)
-
-    def refused(self, request: InferenceRequest, refusal: Refusal) -> None:
-        if not self.enabled:
-            return
-        inputs = {"status": float(refusal.status)}
-        if refusal.retry_after_ms is not None:
-            inputs["retry_after_ms"] = float(refusal.retry_after_ms)
-        self._add(request, "reject", refusal.code, inputs)
+        self._hold(Decision(bytes(16), 0, "", 0, change.model, "shed", change.level.label, inputs))
 
     def _add(
         self,
@@ -53,9 +95,7 @@ class DecisionLog:
         slot: int | None = None,
         epoch: int | None = None,
     ) -> None:
-        if len(self._held) == self._held.maxlen:
-            self.num_lost += 1
-        self._held.append(
+        self._hold(
             Decision(
                 request.request_id,
                 request.attempt,
@@ -69,3 +109,19 @@ class DecisionLog:
                 epoch,
             )
         )
+
+    def _hold(self, decision: Decision) -> None:
+        if len(self._held) == self._held.maxlen:
+            self.num_lost += 1
+        self._held.append(decision)
+
+
+def _arrived(item: QueuedRequest) -> dict[str, float]:
+    return {} if item.arrival is None else item.arrival.inputs()
+
+
+def _answer(refusal: Refusal) -> dict[str, float]:
+    answer = {"status": float(refusal.status)}
+    if refusal.retry_after_ms is not None:
+        answer["retry_after_ms"] = float(refusal.retry_after_ms)
+    return answer

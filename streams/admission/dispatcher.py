@@ -11,10 +11,11 @@ from typing import Any, Protocol
 from schemas import topics
 from schemas.codec import encode
 from schemas.headers import Headers, reply_headers
-from schemas.records import Rejected
-from streams.admission.actions import Action, Assign, DeadLetter, NoteKey, Reply, reply_to
+from schemas.records import Rejected, Shedding
+from streams.admission.actions import Action, Announce, Assign, DeadLetter, NoteKey, Reply, reply_to
 from streams.admission.admission import Admission
 from streams.admission.metrics import Metrics
+from streams.admission.shedding import LevelChange
 from streams.admission.splice import encode_dispatch
 
 log = logging.getLogger(__name__)
@@ -38,15 +39,21 @@ class Producer(Protocol):
 
 
 class Dispatcher:
-    """`put` never waits; `run` sends in order. `clock` gives ms of the epoch."""
+    """`put` never waits; `run` sends in order. `clock` gives ms of the epoch, `own_run` (slot, epoch)."""
 
     def __init__(
-        self, producer: Producer, admission: Admission, metrics: Metrics, clock: Callable[[], int]
+        self,
+        producer: Producer,
+        admission: Admission,
+        metrics: Metrics,
+        clock: Callable[[], int],
+        own_run: Callable[[], tuple[int, int]],
     ) -> None:
         self._producer = producer
         self._admission = admission
         self._metrics = metrics
         self._clock = clock
+        self._own_run = own_run
         self._actions: deque[Action] = deque()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -89,6 +96,8 @@ class Dispatcher:
                 await self._note(action)
             case DeadLetter():
                 await self._bury(action)
+            case Announce():
+                await self._announce(action.change)
 
     async def _assign(self, assign: Assign) -> None:
         dispatch = assign.dispatch
@@ -108,7 +117,7 @@ class Dispatcher:
             self._failed(assign, error)
             return
         self._metrics.dispatches[dispatch.request.priority].inc()
-        self._metrics.queue_seconds.observe(assign.queued_ms / 1000)
+        self._metrics.queue_seconds[dispatch.request.priority].observe(assign.queued_ms / 1000)
         future.add_done_callback(partial(self._acked, assign, began))
 
     async def _reply(self, reply: Reply) -> None:
@@ -139,6 +148,21 @@ class Dispatcher:
             log.error("a record of partition %d could not go to %s: %r", letter.partition, topic, error)
             return
         future.add_done_callback(self._buried)
+
+    async def _announce(self, change: LevelChange) -> None:
+        log.warning(
+            "model %s: shedding level %s (was %s)", change.model, change.level.label, change.before.label
+        )
+        slot, epoch = self._own_run()
+        event = Shedding(
+            change.model, change.level, change.before, change.wait_ms, change.kv_use, slot, epoch
+        )
+        try:
+            future = await self._send(topics.EVENTS, encode(event), 0, [])
+        except Exception as error:
+            log.error("a shedding level could not be announced: %r", error)
+            return
+        future.add_done_callback(self._announced)
 
     async def _send(
         self, topic: str, value: bytes, partition: int, headers: Headers, key: bytes | None = None
@@ -208,6 +232,11 @@ class Dispatcher:
     def _buried(future: "asyncio.Future[Any]") -> None:
         if not future.cancelled() and (error := future.exception()) is not None:
             log.error("a record could not go to the dead letters: %r", error)
+
+    @staticmethod
+    def _announced(future: "asyncio.Future[Any]") -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            log.error("a shedding level could not be announced: %r", error)
 
     @staticmethod
     def _lost(reply: Reply, error: BaseException) -> None:

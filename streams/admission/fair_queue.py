@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from schemas.records import InferenceRequest, RateLimit
 from streams.admission.affinity import PromptPrefix
+from streams.admission.arrival import Arrival
 
 FORGET_LINES = 1024
 
@@ -22,8 +23,9 @@ FORGET_LINES = 1024
 class QueuedRequest:
     """An attempt that waits. `tokens` is its cost: what is to be computed for it, prompt and expected output.
 
-    `end_at` and `queued_at` are ms of the epoch; `partition` and `offset` say where in inference.requests
-    it lies, `record` is the request as it lies there. `rate_limits`: what its tenant had left behind it.
+    `end_at` and `queued_at` are ms of the epoch; `arrival` is what was seen when it came, `rate_limits` what
+    its tenant had left behind it. `partition` and `offset` say where in inference.requests it lies, `record`
+    is the request as it lies there.
     """
 
     request: InferenceRequest
@@ -37,6 +39,7 @@ class QueuedRequest:
     traceparent: str | None = None
     rate_limits: list[RateLimit] = field(default_factory=list)
     waits: bool = True
+    arrival: Arrival | None = None
     prefix: PromptPrefix = field(init=False)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,11 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Known:
-    """The newest attempt of a request. The run is (slot, epoch), -1 while it is queued."""
+    """The newest attempt of a request. The run is (slot, epoch), -1 while it is queued.
+
+    The time to its first token as predicted: `predicted_ms` when it came, from then on; `prefill_ms` when its
+    worker was chosen, from then on. It waited for `queued_ms`.
+    """
 
     attempt: int
     phase: Phase
@@ -29,6 +33,9 @@ class Known:
     ended: bool = False
     forget_at: int = 0
     predicted_cached_tokens: int = 0
+    queued_ms: int = 0
+    predicted_ms: float | None = None
+    prefill_ms: float | None = None
 
 
 class RequestMemory:
@@ -48,18 +55,18 @@ class RequestMemory:
         """The attempt waits; it replaces an earlier one."""
         self._known[item.request.request_id] = Known(item.request.attempt, Phase.QUEUED, item)
 
-    def assigned(self, item: QueuedRequest, worker: Worker, entry: InFlight, now: int) -> None:
-        """A worker is chosen for what was queued."""
+    def assigned(
+        self, item: QueuedRequest, worker: Worker, entry: InFlight, now: int, prefill_ms: float | None = None
+    ) -> None:
+        """A worker is chosen for what was queued; `prefill_ms` predicts the time to its first token there."""
         known = self._known[item.request.request_id]
         known.phase, known.queued = Phase.ASSIGNED, None
         known.slot, known.epoch, known.forget_at = worker.slot, worker.epoch, now + REMEMBER_MS
         known.predicted_cached_tokens = entry.cached_tokens
+        known.queued_ms, known.prefill_ms = max(0, now - item.queued_at), prefill_ms
+        if item.arrival is not None:
+            known.predicted_ms = item.arrival.predicted_ttft_ms
         self._expiry.append((known.forget_at, item.request.request_id))
-
-    def predicted_cached_tokens(self, request_id: bytes) -> int:
-        """How many of its prompt's tokens were expected to be cached where it went."""
-        known = self._known.get(request_id)
-        return 0 if known is None else known.predicted_cached_tokens
 
     def dispatched(self, request_id: bytes, attempt: int) -> None:
         """The Dispatch was acked."""

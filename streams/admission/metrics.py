@@ -1,10 +1,15 @@
 """Prometheus figures of one admission process. No tenant is ever a label."""
 
+from collections import deque
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from schemas.priority import PriorityClass
+from streams.admission.overload import Outcome
 
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0)
+_FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_ERROR_SECONDS = (-10.0, -2.5, -1.0, -0.25, -0.1, -0.025, 0.0, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0)
 
 
 class Metrics:
@@ -34,9 +39,10 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.queue_seconds = Histogram(
+        queue_seconds = Histogram(
             "headrace_admission_queue_seconds",
             "Wait of dispatched requests in the queue",
+            ["class"],
             buckets=_SECONDS,
             registry=self.registry,
         )
@@ -44,6 +50,27 @@ class Metrics:
             "headrace_admission_takeover_seconds",
             "From the assignment of a partition until requests are admitted there",
             buckets=_SECONDS,
+            registry=self.registry,
+        )
+        predicted = Histogram(
+            "headrace_admission_predicted_first_token_seconds",
+            "What was predicted, when they came, of requests that have had their first token",
+            ["class"],
+            buckets=_FIRST_TOKEN_SECONDS,
+            registry=self.registry,
+        )
+        real = Histogram(
+            "headrace_admission_first_token_seconds",
+            "How long it took them, wait here and time at the worker",
+            ["class"],
+            buckets=_FIRST_TOKEN_SECONDS,
+            registry=self.registry,
+        )
+        error = Histogram(
+            "headrace_admission_first_token_error_seconds",
+            "Predicted less real",
+            ["class"],
+            buckets=_ERROR_SECONDS,
             registry=self.registry,
         )
         queued = Gauge(
@@ -58,10 +85,23 @@ class Metrics:
         # A labels() lookup per request costs more than the increment.
         self.dispatches = [dispatches.labels(c.label) for c in PriorityClass]
         self.queued = [queued.labels(c.label) for c in PriorityClass]
+        self.queue_seconds = [queue_seconds.labels(c.label) for c in PriorityClass]
+        self._first_tokens = [
+            (predicted.labels(c.label), real.labels(c.label), error.labels(c.label)) for c in PriorityClass
+        ]
         self.read_requests = self._requests.labels("request")
         self.read_cancellations = self._requests.labels("cancellation")
         self.read_skipped = self._requests.labels("skipped")
         self.read_bad = self._requests.labels("bad")
+
+    def first_tokens(self, outcomes: deque[Outcome]) -> None:
+        """Takes them out."""
+        while outcomes:
+            outcome = outcomes.popleft()
+            predicted, real, error = self._first_tokens[outcome.priority]
+            predicted.observe(outcome.predicted_ms / 1_000)
+            real.observe(outcome.real_ms / 1_000)
+            error.observe((outcome.predicted_ms - outcome.real_ms) / 1_000)
 
     def rejected(self, status: int, code: str) -> None:
         self._rejections.labels(str(status), code).inc()

@@ -42,6 +42,7 @@ async def keep_time(
         for priority in PriorityClass:
             metrics.queued[priority].set(admission.num_queued(priority))
         metrics.workers.set(admission.num_workers)
+        metrics.first_tokens(admission.overload.outcomes)
         metrics.decisions_lost.set(admission.decisions.num_lost)
         if (age := dispatcher.oldest_unacked_s()) > ack_deadline_s:
             raise AckOverdueError(f"the broker has not acked a send for {age:.0f} s")

@@ -92,6 +92,10 @@ class Router:
         """Those that take requests for the model."""
         return self._by_model.get(model, [])
 
+    def models(self) -> list[str]:
+        """Those that some worker takes requests for."""
+        return list(self._by_model)
+
     def kv_use(self, model: str) -> float:
         """The part of the KV blocks of a model's workers that is in use or claimed; 0 without workers."""
         workers = self.workers(model)

@@ -17,6 +17,7 @@ from streams.admission.config import ROLE, AdmissionConfig
 from streams.admission.dispatcher import Dispatcher
 from streams.admission.intake import Intake
 from streams.admission.key_loader import KeyLoader
+from streams.admission.load_figures import LoadFigures
 from streams.admission.metrics import Metrics
 from streams.admission.pulse import keep_time, log_decisions
 from streams.admission.usage_follower import UsageFollower
@@ -74,11 +75,18 @@ class AdmissionService:
         self.kafka = kafka
         self.admission = config.admission()
         self.metrics = Metrics()
+        self.metrics.registry.register(LoadFigures(self.admission.overload))
         self._stopping = False
         self._control_read = False
         self._assigned = False
         self._shut = asyncio.Event()
-        self.dispatcher = Dispatcher(kafka.producer, self.admission, self.metrics, _now)
+        self.dispatcher = Dispatcher(
+            kafka.producer,
+            self.admission,
+            self.metrics,
+            _now,
+            lambda: (config.slot, self.membership.epoch),
+        )
         self.membership = Membership(
             ROLE, config.slot, self.admission.fleet, self._on_peer, self._on_fleet_change
         )

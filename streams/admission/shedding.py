@@ -98,12 +98,3 @@ def paused(level: ShedLevel, request: InferenceRequest) -> bool:
     """Whether the request stays in its queue at this level. A retry has begun: it goes on."""
     batch = request.priority == PriorityClass.BATCH
     return batch and level >= ShedLevel.PAUSE_BATCH and request.attempt == 1
-
-
-def capped_max_tokens(policy: ShedPolicy, level: ShedLevel, request: InferenceRequest) -> int | None:
-    """What `max_tokens` becomes at this level, None where it stays."""
-    sampling = request.sampling
-    if level < ShedLevel.CAP_FREE or request.priority != PriorityClass.FREE or request.attempt > 1:
-        return None
-    cap = max(policy.free_max_tokens, sampling.min_tokens)
-    return cap if cap < sampling.max_tokens else None

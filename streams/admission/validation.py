@@ -22,6 +22,8 @@ def invalid_field(request: InferenceRequest, partition: int) -> str | None:
         return f"sampling.max_tokens: {request.sampling.max_tokens} is below 1"
     if len(request.output_token_ids) >= request.sampling.max_tokens:
         return "output_token_ids: max_tokens are there already"
+    if request.start_ms is not None and request.start_ms < 1:
+        return f"start_ms: {request.start_ms} is below 1"
     if request.end_ms < 1:
         return f"end_ms: {request.end_ms} is below 1"
     return None

@@ -1,26 +1,29 @@
 """How long and how much may wait, and what is said to those that may not."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from schemas.records import InferenceRequest
+from streams.admission.arrival import OverloadPolicy
 from streams.admission.fair_queue import FairQueue, QueuedRequest
 from streams.admission.refusal import Refusal
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingPolicy:
-    """Bounds per model and class, in requests and tokens; the wait for any worker at all in ms."""
+    """Bounds per model and class, in requests and tokens; the wait for any worker at all in ms; overload."""
 
     max_queued_requests: int = 10_000
     max_queued_tokens: int = 20_000_000
     no_worker_wait_ms: int = 10_000
+    overload: OverloadPolicy = field(default_factory=OverloadPolicy)
 
 
-def wait_until(request: InferenceRequest) -> int:
+def wait_until(policy: WaitingPolicy, request: InferenceRequest) -> int:
     """When waiting is of no more use (ms of the epoch). A retry has begun: only its end counts."""
     wait_ms = request.end_ms
-    if request.start_ms is not None and request.attempt == 1:
-        wait_ms = min(wait_ms, request.start_ms)
+    start_ms = request.start_ms or policy.overload.start_ms[request.priority]
+    if start_ms and request.attempt == 1:
+        wait_ms = min(wait_ms, start_ms)
     return request.accepted_at + wait_ms
 
 

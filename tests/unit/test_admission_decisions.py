@@ -100,6 +100,7 @@ class Driver:
             self.now,
             slot,
             EPOCH,
+            **fields,
         )
         return self.carry_out(self.admission.on_usage(record, self.now))
 

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.records import SamplingParams
-from streams.admission.shedding import Ladder, ShedLevel, ShedPolicy, capped_max_tokens, paused
+from streams.admission.shedding import Ladder, ShedLevel, ShedPolicy, paused
 from tests.admission_harness import make_request
 
 POLICY = ShedPolicy()
@@ -68,19 +67,8 @@ def test_it_never_skips_a_level_nor_leaves_one_soon(steps: list[tuple[int, float
             assert ladder.level == before
 
 
-def test_who_is_capped_and_paused() -> None:
-    def cap(level: ShedLevel, **fields: object) -> int | None:
-        return capped_max_tokens(POLICY, level, make_request(**fields))
-
-    assert cap(ShedLevel.CAP_FREE, priority=1, max_tokens=4_000) == POLICY.free_max_tokens
-    assert cap(ShedLevel.REFUSE_FREE, priority=1, max_tokens=4_000) == POLICY.free_max_tokens
-    assert cap(ShedLevel.CAP_FREE, priority=1, max_tokens=POLICY.free_max_tokens) is None
-    assert cap(ShedLevel.CAP_FREE, priority=0, max_tokens=4_000) is None
-    assert cap(ShedLevel.CAP_FREE, priority=2, max_tokens=4_000) is None
-    assert cap(ShedLevel.CAP_FREE, priority=1, max_tokens=4_000, attempt=2) is None
-    assert cap(ShedLevel.PAUSE_BATCH, priority=1, max_tokens=4_000) is None
-    asked = SamplingParams(max_tokens=4_000, min_tokens=1_000)
-    assert cap(ShedLevel.CAP_FREE, priority=1, sampling=asked) == 1_000
+def test_batch_is_paused_but_for_retries() -> None:
     assert paused(ShedLevel.PAUSE_BATCH, make_request(priority=2))
+    assert not paused(ShedLevel.NONE, make_request(priority=2))
     assert not paused(ShedLevel.REFUSE_FREE, make_request(priority=2, attempt=2))
     assert not paused(ShedLevel.REFUSE_FREE, make_request(priority=1))
