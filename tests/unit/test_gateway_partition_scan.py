@@ -7,7 +7,7 @@ from aiokafka import ConsumerRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.partition_scan import PartitionScan, joinable
+from gateway.partition_scan import FOLLOW_S, PartitionScan, joinable
 from gateway.reader import StreamReader
 from gateway.replay import Replay, ReplayReader
 from schemas.api.errors import ApiError
@@ -206,3 +206,78 @@ async def test_the_end_of_a_scan_is_told_to_all_that_wait() -> None:
         scan.end_all(ApiError(503, "broker_unavailable", "no"))
         assert not scan.wanted
     assert all(isinstance(target.reader.end, ApiError) for target in replays)
+
+
+async def test_a_stream_that_nobody_reads_is_followed_for_a_while_and_goes_on_where_it_was() -> None:
+    records = log()
+    scan, target = PartitionScan(3), replay()
+    fold = target.fold
+    join(scan, 100, target)
+    scan.begin(0, 200)
+    await scan.give(records[:3], read, [scan])
+    fold.views.remove(target)
+    fold.kept, fold.used_at = True, 1_000.0
+    scan.tick(1_000.0 + FOLLOW_S - 1, None)
+    assert (scan.wanted, scan.read) == (True, False)
+    await scan.give(records[3:5], read, [scan])
+    scan.tick(1_000.0 + FOLLOW_S, None)
+    assert (scan.wanted, fold.fed, fold.position) == (False, False, 105)
+    # Who comes then costs what lies behind that.
+    late, again = PartitionScan(3), replay()
+    again.attach(fold, 0.0)
+    late.join(fold)
+    assert late.begin(0, 200) == 105
+    await late.give(records[5:], read, [late])
+    assert text(again) == "abcdefgh"
+    assert isinstance(again.reader.end, Completion)
+
+
+async def test_a_stream_that_is_not_kept_is_not_followed() -> None:
+    scan, target = PartitionScan(3), replay()
+    join(scan, 100, target)
+    scan.begin(0, 200)
+    target.fold.views.remove(target)
+    scan.tick(1.0, None)
+    assert not scan.wanted
+
+
+async def test_only_records_that_may_concern_a_stream_are_decoded() -> None:
+    decoded: list[int] = []
+
+    async def noting(record: ConsumerRecord) -> object:
+        decoded.append(record.offset)
+        return await read(record)
+
+    others = [TokenChunk(bytes([n]) * 16, 1, 0, [97], None) for n in range(10, 20)]
+    strange = ConsumerRecord("inference.tokens", 3, 105, 1, 0, None, b"\xc3\x01" + bytes(60), 0, -1, -1, [])
+    records = [
+        message(100, Tokens(0, WORKER_EPOCH, others)),
+        message(101, Tokens(0, WORKER_EPOCH, [*others, TokenChunk(RIDS[0], 1, 0, [97], None)])),
+        message(102, Completion(RIDS[1], 1, 0, WORKER_EPOCH, 1, 0, 0, "length")),
+        message(103, Claim(EPOCH, 2, 99)),
+        message(104, Completion(RIDS[0], 1, 0, WORKER_EPOCH, 1, 0, 1, "length")),
+    ]
+    scan, target = PartitionScan(3), replay()
+    join(scan, 100, target)
+    scan.begin(0, 200)
+    await scan.give(records, noting, [scan])
+    assert decoded == [101, 103, 104]
+    assert scan.position == 105
+    assert text(target) == "a"
+    assert target.done
+    with pytest.raises(ValueError, match="unknown schema"):  # a schema may be on its way: decoding waits
+        await scan.give([strange], noting, [scan])
+
+
+async def test_a_lasting_scan_takes_over_at_its_place_and_is_joined_nowhere_else() -> None:
+    own, scan, target = PartitionScan(3, 104), PartitionScan(3), replay()
+    assert [own.may_join(offset) for offset in (103, 104, 105)] == [False, True, False]
+    records = log()
+    join(scan, 100, target)
+    scan.begin(0, 200)
+    await scan.give(records, read, [scan, own])
+    assert (text(target), scan.wanted, own.wanted) == ("abcd", False, True)
+    for record in records[4:]:
+        own.on_record(await read(record), record.offset, record.timestamp, 0.0)
+    assert text(target) == "efgh"
+    assert target.done
