@@ -23,6 +23,7 @@ from workers.request import FinishReason, Request, RequestOutput
 from workers.request_factory import make_request
 from workers.scheduler import Scheduler
 from workers.simulated_runner import SimulatedRunner
+from workers.sketch_beat import SketchBeat
 
 TOKEN_ID, EOS_TOKEN_ID = 2, 1
 _MIB = 1 << 20
@@ -86,6 +87,7 @@ class SimulatedWorker:
         self._run: DecodeRun | None = None
         self._run_at = 0.0
         self._look = self._see()
+        self._sketch_beat = SketchBeat()
 
     # Events
 
@@ -138,7 +140,14 @@ class SimulatedWorker:
             prefill_tokens_per_s=meter.prefill_tokens_per_s,
             decode_tokens_per_s=meter.decode_tokens_per_s,
             canary="ok",
+            prefix_sketch=self._sketch(now),
         )
+
+    def _sketch(self, now: float) -> bytes:
+        kv = self.scheduler.kv_cache_manager
+        if kv.prefix_index is None or kv.hasher is None or not self._sketch_beat.is_due(now):
+            return b""
+        return self._sketch_beat.sketch(kv.prefix_index.keys(), shared=kv.hasher.is_shared, now=now)
 
     def die(self, now: float) -> list[tuple[Request, list[int]]]:
         """Ends this run; the requests that were here, each with its output so far."""
