@@ -30,6 +30,7 @@ from schemas.api.choices import choice_request_id
 from schemas.api.errors import ApiError
 from schemas.api.messages import MessagesBody, prepare_messages
 from schemas.api.prepare import Body, Prepared, prepare
+from schemas.api.routing import affinity_hash
 from schemas.api.tenant_rules import sampling_for
 from schemas.api.tool_calls import parse_tool_calls
 from schemas.headers import TRACEPARENT
@@ -163,6 +164,8 @@ def new_request(
         owner_epoch=serving.owner.epoch,
         accepted_at=time.time_ns() // 1_000_000,
         end_ms=serving.config.end_ms,
+        affinity=affinity_hash(tenant.name, prepared.routing.affinity_key),
+        allow_fallback=prepared.routing.allow_fallback,
     )
 
 

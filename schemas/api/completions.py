@@ -24,6 +24,7 @@ class CompletionBody(Struct, forbid_unknown_fields=True):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     priority: str | None = None
+    allow_fallback: bool = True
     ignore_eos: bool = False
     stop_token_ids: fields.StopIds | None = None
     user: str | None = None

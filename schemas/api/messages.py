@@ -21,6 +21,7 @@ from schemas.api.message_turns import (
 )
 from schemas.api.prepare import MESSAGES_URL, Prepared, check_beside_tools, priority_class, stop_strings
 from schemas.api.prompts import find_model, output_limit, template_ids
+from schemas.api.routing import routing
 from schemas.api.structured import schema_grammar
 from schemas.api.tools import ToolUse
 from schemas.models import LoadedModel
@@ -72,6 +73,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     stream: bool | None = False
     service_tier: Literal["auto", "standard_only"] | None = None
     priority: str | None = None
+    allow_fallback: bool = True
 
 
 def prepare_messages(body: MessagesBody, models: Mapping[str, LoadedModel]) -> Prepared:
@@ -105,6 +107,7 @@ def prepare_messages(body: MessagesBody, models: Mapping[str, LoadedModel]) -> P
         bool(body.stream),
         has_tools=use is not None,
         limit_field="max_tokens",
+        routing=routing(body),
     )
 
 

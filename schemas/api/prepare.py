@@ -18,6 +18,7 @@ from schemas.api.prompts import (
     output_limit,
     text_ids,
 )
+from schemas.api.routing import Routing, routing
 from schemas.api.structured import response_grammar
 from schemas.api.tools import openai_tools
 from schemas.models import LoadedModel
@@ -48,7 +49,7 @@ class Prepared:
     `num_prompt_tokens` stays when whoever runs the request has let go of the ids. `include_usage`,
     `continuous_usage`: usage at the end of the stream, in each of its chunks. `service_tier`: to be answered.
     `has_tools`: the output is to be read for tool calls. `limit_field`: the one that names max_tokens, None
-    where that is our default.
+    where that is our default. `routing`: where it shall run.
     """
 
     url: str
@@ -63,6 +64,7 @@ class Prepared:
     service_tier: str | None = None
     has_tools: bool = False
     limit_field: str | None = None
+    routing: Routing = Routing()
 
 
 def prepare(body: Body, models: Mapping[str, LoadedModel]) -> Prepared:
@@ -113,6 +115,7 @@ def _generate(body: GenerateBody, model: LoadedModel) -> Prepared:
         priority_class(body.priority),
         body.stream,
         limit_field="max_tokens" if body.max_tokens else None,
+        routing=routing(body),
     )
 
 
@@ -155,6 +158,7 @@ def _chat(body: ChatCompletionBody, model: LoadedModel) -> Prepared:
         "default" if body.service_tier else None,
         has_tools=use is not None,
         limit_field=limit_field if wanted else None,
+        routing=routing(body),
     )
 
 
@@ -202,6 +206,7 @@ def _completion(body: CompletionBody, model: LoadedModel, field: str, ids: list[
         include_usage,
         continuous_usage,
         limit_field="max_tokens" if body.max_tokens else None,
+        routing=routing(body),
     )
 
 

@@ -10,6 +10,7 @@ from schemas.api import fields
 from schemas.api.errors import ApiError, bad_field
 from schemas.api.prepare import DEFAULT_MAX_TOKENS, Prepared, check_supported, priority_class
 from schemas.api.prompts import find_model, output_limit
+from schemas.api.routing import routing
 from schemas.api.structured import schema_grammar
 from schemas.chat_template import ChatTemplateError
 from schemas.models import LoadedModel
@@ -84,7 +85,7 @@ Input = Annotated[list[InputMessage], Meta(min_length=1, max_length=fields.MAX_M
 class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/responses. Fields that are not served stand here for a refusal that names them.
 
-    `seed`, `top_k`, `ignore_eos` and `priority` are ours, as in the other APIs.
+    `seed`, `top_k`, `ignore_eos`, `priority` and `allow_fallback` are ours, as in the other APIs.
     """
 
     model: str
@@ -121,6 +122,7 @@ class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
     top_k: fields.TopK | None = None
     ignore_eos: bool = False
     priority: str | None = None
+    allow_fallback: bool = True
 
     @property
     def stored(self) -> bool:
@@ -187,6 +189,7 @@ def prepare_response(body: ResponsesBody, models: Mapping[str, LoadedModel]) -> 
         priority,
         bool(body.stream),
         limit_field="max_output_tokens" if body.max_output_tokens else None,
+        routing=routing(body),
     )
 
 

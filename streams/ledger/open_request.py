@@ -64,6 +64,8 @@ class OpenRequest:
             owner_epoch=owner_epoch,
             accepted_at=self.item.accepted_at,
             end_ms=end_ms,
+            # A day is time enough for the model that was asked for.
+            allow_fallback=False,
         )
 
     def new_strays(self) -> list[Run]:
