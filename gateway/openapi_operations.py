@@ -76,7 +76,7 @@ class Described(NamedTuple):
 _GENERATES = (*_ALWAYS, *_WITH_KEY, *_WITH_BODY, *_RUNNING)
 _COMPUTES = (*_ALWAYS, *_WITH_KEY, *_WITH_BODY)
 _READS = (*_ALWAYS, *_WITH_KEY, *_RUNNING)
-_RUN_HEADERS = ("X-Headrace-Detach", "Idempotency-Key", "traceparent")
+_RUN_HEADERS = ("X-Headrace-Detach", "X-Headrace-Start", "Idempotency-Key", "traceparent")
 _USAGE = answer_object(input_tokens=_COUNT, cached_tokens=_COUNT, output_tokens=_COUNT)
 _OPENAI_USAGE = answer_object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 
@@ -225,6 +225,10 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "model": {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}},
     "Last-Event-ID": {"in": "header", "schema": {"type": "integer", "minimum": -1, "maximum": 10**18 - 1}},
     "X-Headrace-Detach": {"in": "header", "schema": {"type": "number", "minimum": 0}},
+    "X-Headrace-Start": {
+        "in": "header",
+        "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 86_400},
+    },
     "Idempotency-Key": {"in": "header", "schema": {"type": "string", "pattern": "^[ -~]{1,255}$"}},
     "traceparent": {"in": "header", "schema": TEXT},
     "anthropic-version": {"in": "header", "schema": TEXT},

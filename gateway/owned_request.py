@@ -41,7 +41,8 @@ class OwnedRequest:
     `waived`: what it did costs nothing. `described`: it is stored, to be asked for again; `description` is
     what was stored. `stream_id` is where its answer is read, "" of one that was not accepted here. `joined`:
     another request with its Idempotency-Key was first, and it is that one's answer that is shown.
-    `rate_limits`: what its tenant has left, as admission last said.
+    `rate_limits`: what its tenant has left, as admission last said. `capped`: admission lets it have fewer
+    output tokens than its client asked for, and `request` says how many.
     """
 
     request: InferenceRequest
@@ -72,6 +73,7 @@ class OwnedRequest:
     description: str | None = None
     joined: Joined | None = None
     rate_limits: list[RateLimit] = field(default_factory=list)
+    capped: bool = False
     stray_cancels: dict[Run, int] = field(default_factory=dict)
 
     @property
@@ -105,6 +107,12 @@ class OwnedRequest:
         self.request = replace(self.request, attempt=state.attempt, output_token_ids=list(state.token_ids))
         self.offset = self.read_clock = self.sign_clock = self.stalled_clock = None
         self.resends = 0
+
+    def cap(self, max_tokens: int) -> None:
+        """Lets it have no more output tokens, now and in attempts to come."""
+        self.capped = True
+        sampling = replace(self.request.sampling, max_tokens=max_tokens)
+        self.request = replace(self.request, sampling=sampling)
 
     def cancellation(self, reason: str) -> Cancel:
         """Stops all attempts so far; while no run is bound, admission has to hear of it too."""

@@ -264,6 +264,9 @@ class Owner:
         run, attempt = None, found.state.attempt
         if isinstance(record, Dispatched):
             run, attempt = Run(record.slot, record.epoch), record.attempt
+            state = found.state
+            if record.max_tokens is not None and (state.run, state.attempt) == (run, attempt):
+                found.cap(record.max_tokens)
         self._on_effect(found, effect, run, attempt, timestamp_ms, actions)
         return actions
 

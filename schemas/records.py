@@ -146,6 +146,7 @@ class Dispatched:
     requests_partition: int | None = None
     requests_offset: int | None = None
     rate_limits: list[RateLimit] = field(default_factory=list)
+    max_tokens: int | None = None
 
 
 @dataclass(slots=True)

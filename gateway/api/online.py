@@ -11,7 +11,7 @@ from aiokafka.errors import KafkaError
 from gateway import sse
 from gateway.api.logprobs import whole_logprobs
 from gateway.api.reading import read
-from gateway.attendance import detach_ms
+from gateway.attendance import detach_ms, start_ms
 from gateway.choice_stream import Choice, failure_of, has_failed
 from gateway.ends import DISCONNECTED
 from gateway.errors import is_anthropic
@@ -39,6 +39,7 @@ from schemas.records import Completion, Idempotency, InferenceRequest, Tenant
 
 log = logging.getLogger(__name__)
 
+_MAX_TOKENS_HEADER = b"x-headrace-max-tokens"
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MakeFrames = Callable[[OwnedRequest, Reader, Prepared], sse.Frames]
 
@@ -115,9 +116,12 @@ async def answer_choices(
 
 
 def limits_left(exchange: Exchange, *owned: OwnedRequest) -> list[tuple[bytes, bytes]]:
-    """The headers that tell what the tenant of all `owned` has left."""
+    """The headers that tell what the tenant of all `owned` has left, and how long their answers may be if
+    shedding cut them short."""
     told = [limit for each in owned for limit in each.rate_limits]
-    return rate_headers(told, anthropic=is_anthropic(exchange), now_s=time.time())
+    headers = rate_headers(told, anthropic=is_anthropic(exchange), now_s=time.time())
+    capped = [each.request.sampling.max_tokens for each in owned if each.capped]
+    return [*headers, (_MAX_TOKENS_HEADER, b"%d" % min(capped))] if capped else headers
 
 
 async def _send_all(serving: Serving, choices: Sequence[Choice]) -> None:
@@ -139,7 +143,10 @@ def traceparent(exchange: Exchange) -> str | None:
 def new_request(
     serving: Serving, exchange: Exchange, tenant: Tenant, prepared: Prepared, index: int = 0
 ) -> InferenceRequest:
-    """The first attempt of the choice `index`. Raises ApiError for what the tenant may not ask for."""
+    """The first attempt of the choice `index`.
+
+    Raises ApiError for what the tenant may not ask for, 400 for a bad X-Headrace-Start.
+    """
     priority = PriorityClass(tenant.tier) if prepared.priority is None else prepared.priority
     if priority < tenant.tier:
         allowed = PriorityClass(tenant.tier).label
@@ -166,6 +173,7 @@ def new_request(
         end_ms=serving.config.end_ms,
         affinity=affinity_hash(tenant.name, prepared.routing.affinity_key),
         allow_fallback=prepared.routing.allow_fallback,
+        start_ms=start_ms(exchange.headers),
     )
 
 

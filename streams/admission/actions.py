@@ -139,9 +139,10 @@ def dispatched(
     offset: int,
     traceparent: str | None,
     rate_limits: list[RateLimit],
+    granted_max_tokens: int | None = None,
 ) -> Reply:
-    """Tells the owner which run has its request, which lies at `partition` and `offset`, and what its tenant
-    has left."""
+    """Tells the owner which run has its request, which lies at `partition` and `offset`, what its tenant has
+    left, and `granted_max_tokens` where it is less than the request asked for."""
     record = Dispatched(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -152,5 +153,6 @@ def dispatched(
         requests_partition=partition,
         requests_offset=offset,
         rate_limits=rate_limits,
+        max_tokens=granted_max_tokens,
     )
     return Reply(reply_to(request), record, traceparent)

@@ -114,7 +114,8 @@ class Admission:
             if request.attempt < known.attempt or known.phase is not Phase.DISPATCHED:
                 return []
             left = self.limits.rate_limits(request.tenant, request.priority, now)
-            return [dispatched(request, known.slot, known.epoch, partition, offset, traceparent, left)]
+            run, at, granted = (known.slot, known.epoch), (partition, offset), known.granted_max_tokens
+            return [dispatched(request, *run, *at, traceparent, left, granted)]
         if known is not None and known.queued is not None:
             self._backlog.cancel(known.queued)
             self._memory.forget(request.request_id)
@@ -197,10 +198,11 @@ class Admission:
         """The Dispatch was acked at `offset` of its mailbox partition."""
         assign.worker.acked(assign.in_flight, offset)
         request = assign.dispatch.request
-        self._memory.dispatched(request.request_id, request.attempt)
+        known = self._memory.dispatched(request.request_id, request.attempt)
+        granted = None if known is None else known.granted_max_tokens
         slot, epoch = assign.dispatch.slot, assign.dispatch.epoch
         at, trace, left = (assign.partition, assign.offset), assign.traceparent, assign.rate_limits
-        return [dispatched(request, slot, epoch, *at, trace, left)]
+        return [dispatched(request, slot, epoch, *at, trace, left, granted)]
 
     def on_dispatch_failed(self, assign: Assign, reason: str, now: int) -> list[Action]:
         """The Dispatch was not acked. If it lies there after all, its run is a stray: owners cancel it."""

@@ -22,7 +22,8 @@ class Known:
     """The newest attempt of a request. The run is (slot, epoch), -1 while it is queued.
 
     The time to its first token as predicted: `predicted_ms` when it came, from then on; `prefill_ms` when its
-    worker was chosen, from then on. It waited for `queued_ms`.
+    worker was chosen, from then on. It waited for `queued_ms`. `granted_max_tokens` is None where it is as
+    asked.
     """
 
     attempt: int
@@ -33,6 +34,7 @@ class Known:
     ended: bool = False
     forget_at: int = 0
     predicted_cached_tokens: int = 0
+    granted_max_tokens: int | None = None
     queued_ms: int = 0
     predicted_ms: float | None = None
     prefill_ms: float | None = None
@@ -53,7 +55,10 @@ class RequestMemory:
 
     def queued(self, item: QueuedRequest) -> None:
         """The attempt waits; it replaces an earlier one."""
-        self._known[item.request.request_id] = Known(item.request.attempt, Phase.QUEUED, item)
+        known = self._known[item.request.request_id] = Known(item.request.attempt, Phase.QUEUED, item)
+        granted = item.request.sampling.max_tokens
+        if item.arrival is not None and granted != item.arrival.max_tokens:
+            known.granted_max_tokens = granted
 
     def assigned(
         self, item: QueuedRequest, worker: Worker, entry: InFlight, now: int, prefill_ms: float | None = None
@@ -68,11 +73,13 @@ class RequestMemory:
             known.predicted_ms = item.arrival.predicted_ttft_ms
         self._expiry.append((known.forget_at, item.request.request_id))
 
-    def dispatched(self, request_id: bytes, attempt: int) -> None:
-        """The Dispatch was acked."""
+    def dispatched(self, request_id: bytes, attempt: int) -> Known | None:
+        """The Dispatch was acked; what is known if this is the newest attempt."""
         known = self._known.get(request_id)
         if known is not None and known.attempt == attempt:
             known.phase = Phase.DISPATCHED
+            return known
+        return None
 
     def ended(self, request_id: bytes, attempt: int, slot: int, epoch: int) -> bool:
         """A usage row names this run: True the first time, if it is the one that was chosen here."""

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.records import Decision, InferenceRequest, Rejected
+from schemas.records import Decision, Dispatched, InferenceRequest, Rejected
 from streams.admission.actions import Announce
 from streams.admission.arrival import Arrival, OverloadPolicy, capped, refusal
 from streams.admission.drain_rate import DrainRate
 from streams.admission.shedding import ShedLevel, ShedPolicy
 from streams.admission.waiting import WaitingPolicy
-from tests.admission_harness import MODEL, make_tenant
+from tests.admission_harness import MODEL, make_request, make_tenant
 from tests.unit.test_admission_decisions import DISPATCHED, Driver
 
 CALM: dict[str, Any] = {
@@ -273,6 +273,15 @@ def test_a_capped_answer_is_dispatched_and_reserved_as_such() -> None:
     assert sent.dispatch.request.request_id == request.request_id
     assert sent.dispatch.request.sampling.max_tokens == 512
     assert sent.record == b""  # not what lies in inference.requests
+    told = driver.replies[-1].record
+    assert isinstance(told, Dispatched)
+    assert told.max_tokens == 512
+    # Its owner sends it again, as it was asked for, and hears the same.
+    again = make_request(request_id=request.request_id, accepted_at=driver.now, priority=1, max_tokens=4_000)
+    driver.send(again)
+    heard = driver.replies[-1].record
+    assert isinstance(heard, Dispatched)
+    assert (heard.request_id, heard.max_tokens) == (request.request_id, 512)
     assert driver.admission.limits.reserved_tokens("demo", 1) == 10 + 512
     assert driver.admission.overload.shed[ShedLevel.CAP_FREE] == 1
     actions = [d.action for d in driver.admission.decisions.drain() if d.request_id == request.request_id]

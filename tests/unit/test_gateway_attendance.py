@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.actions import Action, Announce, Cancel, SendRequest
-from gateway.attendance import detach_ms
+from gateway.attendance import detach_ms, start_ms
 from gateway.metrics import Timing
 from gateway.owned_request import OwnedRequest
 from gateway.owner import Owner
@@ -237,3 +237,13 @@ def test_a_gateway_that_stops_cancels_only_what_nobody_else_waits_for(detach_ms:
     assert reasons(desk.owner.part(desk.owned, "shutting_down")) == (
         [] if detach_ms or read else ["shutting_down"]
     )
+
+
+def test_how_long_a_client_waits_for_the_first_token() -> None:
+    assert start_ms({}) is None
+    for text, ms in ((b"0.25", 250), (b"2", 2_000), (b"86400", 86_400_000)):
+        assert start_ms({b"x-headrace-start": text}) == ms
+    for text in (b"0", b"0.000", b"-1", b"1e3", b"86401", b"soon", b"", b"0.0001"):
+        with pytest.raises(ApiError, match="X-Headrace-Start: seconds from") as refused:
+            start_ms({b"x-headrace-start": text})
+        assert refused.value.status == 400
