@@ -6,6 +6,7 @@ from typing import NamedTuple
 from starlette.routing import Route, Router
 
 from gateway.api import (
+    admin,
     anthropic_messages,
     description,
     health,
@@ -62,6 +63,12 @@ OPERATIONS = (
     Operation("POST", "/v1/streams/{id}/token", stream_tokens.create_token),
     Operation("GET", MODELS_URL, models.list_models),
     Operation("GET", f"{MODELS_URL}/{{model:path}}", models.get_model),
+    Operation("GET", admin.TENANTS_URL, admin.list_tenants),
+    Operation("POST", admin.TENANTS_URL, admin.create_tenant),
+    Operation("GET", f"{admin.TENANTS_URL}/{{tenant}}", admin.get_tenant),
+    Operation("PATCH", f"{admin.TENANTS_URL}/{{tenant}}", admin.update_tenant),
+    Operation("DELETE", f"{admin.TENANTS_URL}/{{tenant}}", admin.delete_tenant),
+    Operation("POST", f"{admin.TENANTS_URL}/{{tenant}}/keys", admin.create_key),
     Operation("GET", "/health/live", health.live, limited=False),
     Operation("GET", "/health/ready", health.ready, limited=False),
     Operation("GET", "/metrics", health.metrics, limited=False),

@@ -85,6 +85,12 @@ def _enabled(tenant: Tenant) -> Tenant:
 _NOBODY = Tenant(name="nobody", tier=0, keys=[], limits=[])
 
 
+def presented_bearer(headers: Mapping[bytes, bytes]) -> str:
+    """What `authorization: Bearer` gives, "" where there is none."""
+    scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
+    return value.strip().decode("ascii", "replace") if scheme.lower() == b"bearer" else ""
+
+
 def presented_key(headers: Mapping[bytes, bytes]) -> str:
     """The key in `authorization` or `x-api-key` (lower-case names). Raises ApiError 401 for what is none."""
     bearer = headers.get(b"authorization")

@@ -1,10 +1,14 @@
 """Settings of a gateway."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from schemas.config import CommonConfig, setting
+from schemas.topics import Layout
 
+_MIN_ADMIN_KEY = 32
 _POSITIVE = (
+    "replication",
+    "min_isr",
     "max_body_bytes",
     "max_bodies_bytes",
     "max_header_bytes",
@@ -71,6 +75,13 @@ class GatewayConfig(CommonConfig):
         doc="Seconds a lost gateway's slot may be empty before another one takes its requests over, and that"
         " clients have to come back to requests that were taken over sooner.",
     )
+    replication: int = setting(1, doc="Brokers that hold the topics of a tenant made by this gateway.")
+    min_isr: int = setting(1, doc="Of these, those that must have a record before it is acked.")
+    admin_key: str = field(
+        default="",
+        repr=False,
+        metadata={"doc": "Key of the administrators' API under /admin/v1; empty: there is none."},
+    )
     # A field of its own: what prints a config does not print it.
     stream_secret: str = field(
         default="",
@@ -80,8 +91,16 @@ class GatewayConfig(CommonConfig):
         },
     )
 
+    def tenant_layout(self) -> Layout:
+        """For the topics of a tenant."""
+        return replace(self.layout(), replication=self.replication, min_isr=self.min_isr)
+
     def errors(self) -> list[str]:
         found = super().errors()
+        if self.admin_key and len(self.admin_key) < _MIN_ADMIN_KEY:
+            found.append(f"HEADRACE_ADMIN_KEY must have at least {_MIN_ADMIN_KEY} characters")
+        if self.min_isr > self.replication:
+            found.append(f"HEADRACE_MIN_ISR is {self.min_isr}, above HEADRACE_REPLICATION")
         found += [
             f"HEADRACE_{name.upper()} must be above 0, not {getattr(self, name)}"
             for name in _POSITIVE

@@ -43,6 +43,7 @@ def document() -> dict[str, Any]:
         "components": {
             "schemas": {**schemas, **_errors()},
             "securitySchemes": {
+                "admin": {"type": "http", "scheme": "bearer", "description": "HEADRACE_ADMIN_KEY"},
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             },
@@ -56,7 +57,7 @@ def _operation(method: str, path: str, described: Described) -> dict[str, Any]:
         "operationId": f"{method.lower()}{path.replace('/', '_').replace('{', '').replace('}', '')}",
         "summary": described.summary,
         "parameters": [{"name": name, **PARAMETERS[name]} for name in (*in_path, *described.parameters)],
-        "security": [] if described.public else [{"bearer": []}, {"x-api-key": []}],
+        "security": _security(described),
         "responses": _responses(path, described),
     }
     if described.body is not None:
@@ -68,9 +69,15 @@ def _operation(method: str, path: str, described: Described) -> dict[str, Any]:
     return operation
 
 
+def _security(described: Described) -> list[dict[str, list[str]]]:
+    if described.public:
+        return []
+    return [{"admin": []}] if described.admin else [{"bearer": []}, {"x-api-key": []}]
+
+
 def _responses(path: str, described: Described) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for status in sorted({*described.statuses, described.status} - {200, 202}):
+    for status in sorted({*described.statuses, described.status} - {200, 201, 202}):
         found[str(status)] = _refusal(path, status)
     content: dict[str, Any] = {}
     if described.answer is not None:

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from gateway.api.admin import TENANTS_URL
 from gateway.api.stream_tokens import TokenBody
 from schemas.api.bodies import ChatCompletionBody, GenerateBody
 from schemas.api.completions import CompletionBody
 from schemas.api.messages import COUNT_TOKENS_URL, CountTokensBody, MessagesBody
 from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, GENERATE_URL, MESSAGES_URL
 from schemas.api.responses import RESPONSES_URL, ResponsesBody
+from schemas.api.tenant_admin import NewKey, NewTenant, TenantChange
 from schemas.api.tokenize import DETOKENIZE_URL, TOKENIZE_URL, DetokenizeBody, TokenizeBody
 
 OPENAPI_URL = "/openapi.json"
@@ -71,11 +73,25 @@ class Described(NamedTuple):
     status: int = 200
     public: bool = False
     body_required: bool = True
+    admin: bool = False
 
 
 _GENERATES = (*_ALWAYS, *_WITH_KEY, *_WITH_BODY, *_RUNNING)
 _COMPUTES = (*_ALWAYS, *_WITH_KEY, *_WITH_BODY)
 _READS = (*_ALWAYS, *_WITH_KEY, *_RUNNING)
+_ADMIN = (*_ALWAYS, 401, 404)
+_TENANT = answer_object(
+    "allowed_models",
+    object=_one("tenant"),
+    name=TEXT,
+    version=_COUNT,
+    tier=TEXT,
+    weight={"type": "number"},
+    disabled={"type": "boolean"},
+    limits={"type": "object"},
+    keys=_list(answer_object(key_id=TEXT, created_at=_COUNT)),
+)
+_TENANT_WITH_KEY = {**_TENANT, "required": [*_TENANT["required"], "key"]}
 _RUN_HEADERS = ("X-Headrace-Detach", "X-Headrace-Start", "Idempotency-Key", "traceparent")
 _USAGE = answer_object(input_tokens=_COUNT, cached_tokens=_COUNT, output_tokens=_COUNT)
 _OPENAI_USAGE = answer_object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
@@ -210,6 +226,49 @@ DESCRIBED: dict[tuple[str, str], Described] = {
     ("GET", "/v1/models/{model}"): Described(
         "Describe a model", {"anyOf": [_OPENAI_MODEL, _ANTHROPIC_MODEL]}, parameters=("anthropic-version",)
     ),
+    ("GET", TENANTS_URL): Described(
+        "List the tenants",
+        answer_object(object=_one("list"), data=_list(_TENANT)),
+        statuses=_ADMIN,
+        admin=True,
+    ),
+    ("POST", TENANTS_URL): Described(
+        "Make a tenant; its API key is told once",
+        _TENANT_WITH_KEY,
+        NewTenant,
+        statuses=(*_ADMIN, 409, 413),
+        status=201,
+        admin=True,
+    ),
+    ("GET", f"{TENANTS_URL}/{{tenant}}"): Described(
+        "Describe a tenant", _TENANT, statuses=_ADMIN, admin=True
+    ),
+    ("PATCH", f"{TENANTS_URL}/{{tenant}}"): Described(
+        "Change what the body names",
+        _TENANT,
+        TenantChange,
+        parameters=("If-Match",),
+        statuses=(*_ADMIN, 412, 413),
+        admin=True,
+        body_required=False,
+    ),
+    ("DELETE", f"{TENANTS_URL}/{{tenant}}"): Described(
+        "Delete a tenant",
+        answer_object(object=_one("tenant"), name=TEXT, deleted={"const": True}),
+        parameters=("If-Match",),
+        statuses=(*_ADMIN, 412),
+        admin=True,
+    ),
+    ("POST", f"{TENANTS_URL}/{{tenant}}/keys"): Described(
+        "Make another API key, in place of those there are unless the body says keep",
+        _TENANT_WITH_KEY,
+        NewKey,
+        parameters=("If-Match",),
+        statuses=(*_ADMIN, 412, 413),
+        status=201,
+        admin=True,
+        body_required=False,
+    ),
     ("GET", "/health/live"): Described("This process runs", STATUS, statuses=_ALWAYS, public=True),
     ("GET", "/health/ready"): Described(
         "Requests may be sent here; 503 with the reasons if not", STATUS, statuses=_ALWAYS, public=True
@@ -222,6 +281,8 @@ DESCRIBED: dict[tuple[str, str], Described] = {
 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "id": {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}},
+    "tenant": {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}},
+    "If-Match": {"in": "header", "schema": {"type": "string", "pattern": '^("[0-9]{1,18}"|[*])$'}},
     "model": {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}},
     "Last-Event-ID": {"in": "header", "schema": {"type": "integer", "minimum": -1, "maximum": 10**18 - 1}},
     "X-Headrace-Detach": {"in": "header", "schema": {"type": "number", "minimum": 0}},

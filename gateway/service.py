@@ -309,5 +309,6 @@ class Gateway:
             await self.serving.scans.stop()
         await self._log.stop()
         await self._offsets.stop()
+        await self.serving.close_store()
         if hasattr(self.serving, "outbox"):
             await self.serving.outbox.stop()

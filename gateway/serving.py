@@ -22,6 +22,7 @@ from gateway.public_id import NotAnIdError, PublicId, PublicIds, hash_model
 from gateway.reader import Reader
 from gateway.replay import JoinedReplay
 from gateway.stream_token import StreamTokens
+from gateway.tenant_store import TenantStore
 from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
 from schemas.models import LoadedModel
@@ -65,6 +66,8 @@ class Serving:
         self.readers: dict[bytes, Reader] = {}
         self._joins: dict[bytes, tuple[JoinedReplay, int]] = {}
         self._one_finished = asyncio.Event()
+        self._store: TenantStore | None = None
+        self._store_lock = asyncio.Lock()
         # Tokenizing lets go of the GIL; two threads keep long prompts from one another.
         self.tokenizing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
@@ -88,6 +91,23 @@ class Serving:
                 raise
         await self._catch_up_tenants()
         return self.tenants.authenticate(key)
+
+    async def tenant_store(self) -> TenantStore:
+        """Started when it is first asked for. Raises TimeoutError, KafkaError."""
+        async with self._store_lock:
+            if self._store is None:
+                store = TenantStore(self.config.kafka, self.config.tenant_layout())
+                try:
+                    await store.start()
+                except BaseException:
+                    await store.stop()
+                    raise
+                self._store = store
+            return self._store
+
+    async def close_store(self) -> None:
+        if self._store is not None:
+            await self._store.stop()
 
     def not_ready(self, now: float) -> list[str]:
         """Why a load balancer should not send requests here; empty when it should. `now`: monotonic s."""

@@ -38,6 +38,7 @@ from schemas.records import (
     Tokens,
 )
 from schemas.stream_state import ReplyRecord
+from schemas.tenant_log import TenantLog
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class TokenLog:
     ) -> None:
         self._view = view
         self._tenants = tenants
+        self._tenant_log = TenantLog()
         self._on_undecodable = on_undecodable
         self._codec = default_codec()
         self._learned = asyncio.Event()
@@ -224,6 +226,8 @@ class TokenLog:
             return
         if message.topic == topics.TENANTS:
             name = (message.key or b"").decode("utf-8", "replace")
+            if not self._tenant_log.counts(name, message.offset, message.headers, message.value is None):
+                return
             tenant = None if message.value is None else self._try_decode(message)
             if isinstance(tenant, Tenant) or message.value is None:
                 try:

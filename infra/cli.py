@@ -1,113 +1,25 @@
 """`headrace`: tenants, billing queries, topics. Talks to the stack of `infra/up` unless told otherwise."""
 
-import asyncio
-import os
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import httpx
 import typer
-from aiokafka.errors import KafkaError
 from rich.console import Console
 from rich.table import Table
 
-from infra.endpoints import Endpoints
+from infra import tenant_cli
+from infra.command_line import DataDir, Kafka, endpoints, fail, run
 from infra.local.paths import DEFAULT_DATA_DIR
-from infra.tenants import TenantError, add_key, create_tenant, read_tenants
-from infra.topics.create import TopicError, create_topics
+from infra.topics.create import create_topics
 from schemas.catalog import Catalog, CatalogError
-from schemas.priority import PriorityClass
-from schemas.records import ClassLimits
 from schemas.topics import Layout
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
-tenant_app = typer.Typer(no_args_is_help=True, help="Tenants and their API keys.")
-app.add_typer(tenant_app, name="tenant")
+app.add_typer(tenant_cli.app, name="tenant")
 
-T = TypeVar("T")
 SQL_TIMEOUT_S = 60.0
-Kafka = Annotated[str, typer.Option(envvar="HEADRACE_KAFKA", help="Bootstrap servers; default: infra/up's.")]
-DataDir = Annotated[Path, typer.Option(help="Data folder of the local stack.")]
-
-
-def fail(message: str) -> typer.Exit:
-    """Prints one clear line on stderr; raise what it returns."""
-    print(f"headrace: {message}", file=sys.stderr)
-    return typer.Exit(1)
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    try:
-        return asyncio.run(work)
-    except (TenantError, TopicError, ValueError) as e:
-        raise fail(str(e)) from None
-    except (KafkaError, TimeoutError, OSError) as e:
-        raise fail(f"Kafka does not answer ({type(e).__name__}): is the stack up?") from None
-
-
-def _endpoints(data_dir: Path) -> Endpoints:
-    found = Endpoints.load(data_dir)
-    if found is None:
-        raise fail("no local stack is up: run ./infra/up, or name the servers with the options")
-    return found
-
-
-def _servers(kafka: str, data_dir: Path) -> tuple[str, Layout]:
-    """Bootstrap servers and the layout: from the options' environment, or the local stack."""
-    if kafka:
-        names = ("SHARDS", "WORKER_SLOTS", "GATEWAY_SLOTS")
-        try:
-            counts = [int(os.environ.get(f"HEADRACE_{name}", 4)) for name in names]
-            return kafka, Layout(*counts)
-        except ValueError as e:
-            raise fail(f"HEADRACE_SHARDS, _WORKER_SLOTS and _GATEWAY_SLOTS must be counts: {e}") from None
-    local = _endpoints(data_dir)
-    return local.kafka, Layout(local.shards, local.worker_slots, local.gateway_slots)
-
-
-@tenant_app.command("create")
-def tenant_create(
-    name: str,
-    tier: Annotated[str, typer.Option(help="Highest class it may ask for.")] = "interactive",
-    tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="Input and output, per class.")] = None,
-    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Per class.")] = None,
-    max_concurrent: Annotated[int | None, typer.Option(min=1, help="Requests at once, per class.")] = None,
-    kafka: Kafka = "",
-    data_dir: DataDir = DEFAULT_DATA_DIR,
-) -> None:
-    """Create a tenant with its batch topics, and print its API key, once."""
-    try:
-        highest = PriorityClass.parse(tier)
-    except ValueError as e:
-        raise fail(f"--tier: {e}") from None
-    servers, layout = _servers(kafka, data_dir)
-    values = (tokens_per_minute, requests_per_minute, max_concurrent)
-    limits = [ClassLimits(c, *values) for c in PriorityClass] if any(values) else []
-    print(_run(create_tenant(servers, layout, name, highest, limits)))
-
-
-@tenant_app.command("key")
-def tenant_key(name: str, kafka: Kafka = "", data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
-    """Print one more API key for a tenant, once."""
-    print(_run(add_key(_servers(kafka, data_dir)[0], name)))
-
-
-@tenant_app.command("list")
-def tenant_list(kafka: Kafka = "", data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
-    """Show all tenants, their tiers, keys (by their first characters) and limits."""
-    table = Table("tenant", "tier", "keys", "limits", "disabled")
-    for name, tenant in sorted(_run(read_tenants(_servers(kafka, data_dir)[0])).items()):
-        limits = [
-            f"{PriorityClass(limit.priority).label}: {limit.tokens_per_minute or '∞'} tokens/min, "
-            f"{limit.requests_per_minute or '∞'} requests/min, {limit.max_concurrent_requests or '∞'} at once"
-            for limit in tenant.limits
-        ]
-        keys = ", ".join(key.key_id + "…" for key in tenant.keys)
-        disabled = "yes" if tenant.disabled else ""
-        table.add_row(name, PriorityClass(tenant.tier).label, keys, "\n".join(limits) or "none", disabled)
-    Console().print(table)
 
 
 @app.command()
@@ -121,7 +33,7 @@ def sql(
 ) -> None:
     """Run a read-only query on the billing database."""
     text = sys.stdin.read() if query == "-" else query
-    target = url or _endpoints(data_dir).sql
+    target = url or endpoints(data_dir).sql
     try:
         answer = httpx.post(
             target, content=text.encode(), params={"default_format": output_format}, timeout=SQL_TIMEOUT_S
@@ -145,7 +57,7 @@ def topics(
     """Create the topics of a deployment that are missing. Shards are fixed when topics are created."""
     if not kafka:
         raise fail("name the servers: --kafka host:port or HEADRACE_KAFKA")
-    created = _run(_create(kafka, shards, worker_slots, gateway_slots, replication, min_isr))
+    created = run(_create(kafka, shards, worker_slots, gateway_slots, replication, min_isr))
     print("\n".join(created) or "all topics exist")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from schemas import topics
 from schemas.codec import CodecError, default_codec
 from schemas.records import Tenant
+from schemas.tenant_log import TenantLog
 from streams.consumer import Consumer, assign_at, decoded
 from streams.membership import Membership
 
@@ -30,6 +31,7 @@ class ControlFollower:
         self._schemas, self._tenants = partition(topics.SCHEMAS, 0), partition(topics.TENANTS, 0)
         self._all = [self._schemas, self._tenants, partition(topics.EVENTS, 0)]
         self._moved = asyncio.Event()
+        self._tenant_log = TenantLog()
 
     async def read_to_end(self) -> None:
         """Returns when all that was there is applied. The caller sets a deadline."""
@@ -78,6 +80,8 @@ class ControlFollower:
 
     def _take_tenant(self, record: Any) -> None:
         name = (record.key or b"").decode(errors="replace")
+        if not self._tenant_log.counts(name, record.offset, record.headers, record.value is None):
+            return
         tenant = None if record.value is None else decoded(record, Tenant)
         if tenant is None and record.value is not None:
             return

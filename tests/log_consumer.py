@@ -19,6 +19,7 @@ class LogRecord:
     key: bytes | None
     value: bytes | None
     timestamp: int = 0
+    headers: tuple[tuple[str, bytes], ...] = ()
 
 
 @dataclass

@@ -9,6 +9,7 @@ from infra.local.stream_secret import stream_secret
 from schemas.config import PREFIX
 from schemas.topics import Layout
 
+_ADMIN_KEY = "HEADRACE_ADMIN_KEY"
 _GATEWAY_DRAIN_S = 5
 
 
@@ -98,6 +99,9 @@ def environment(
     Services refuse HEADRACE_ names they do not know, so of these they get what is theirs and no more.
     """
     outside = {key: value for key, value in inherited.items() if not key.startswith(PREFIX)}
+    admin_key = inherited.get(_ADMIN_KEY)
+    if instance.service == "gateway" and admin_key:
+        outside[_ADMIN_KEY] = admin_key
     return {
         **outside,
         "PYTHONUNBUFFERED": "1",

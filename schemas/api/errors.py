@@ -13,6 +13,7 @@ TYPES = {
     408: ("timeout_error", "timeout_error"),
     409: ("invalid_request_error", "invalid_request_error"),
     410: ("not_found_error", "not_found_error"),
+    412: ("invalid_request_error", "invalid_request_error"),
     413: ("invalid_request_error", "request_too_large"),
     415: ("invalid_request_error", "invalid_request_error"),
     422: ("invalid_request_error", "invalid_request_error"),
