@@ -104,7 +104,13 @@ class OwnedRequest:
     def begin_attempt(self) -> None:
         """The next attempt goes on behind the output tokens that count."""
         state = self.state
-        self.request = replace(self.request, attempt=state.attempt, output_token_ids=list(state.token_ids))
+        self.request = replace(
+            self.request,
+            attempt=state.attempt,
+            # What a fallback model began, it goes on with.
+            model=state.model or self.request.model,
+            output_token_ids=list(state.token_ids),
+        )
         self.offset = self.read_clock = self.sign_clock = self.stalled_clock = None
         self.resends = 0
 

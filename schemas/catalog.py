@@ -160,6 +160,34 @@ class Catalog:
             raise CatalogError(f"no model {model_id!r} in {self.models_dir} (there: {known})")
         return spec
 
+    def fallback_models(self) -> dict[str, list[str]]:
+        """By model, those that serve for it under overload, in order, of the models that have some.
+
+        Raises CatalogError for one that is not there, or that would read the model's prompts as other text.
+        """
+        found = {name: spec.fallback_models for name, spec in self.specs.items() if spec.fallback_models}
+        for name, fallbacks in found.items():
+            if name in fallbacks:
+                raise CatalogError(f"model {name!r}: field 'fallback_models' names the model itself")
+            for other in fallbacks:
+                if difference := self._reads_otherwise(self.get(name), self.get(other)):
+                    raise CatalogError(
+                        f"model {name!r}: field 'fallback_models' names {other!r}, which has another "
+                        f"{difference}: its prompts would not be this model's"
+                    )
+        return found
+
+    def _reads_otherwise(self, spec: ModelSpec, other: ModelSpec) -> str | None:
+        """The first part by which two models turn the same messages into different ids, or ids into text."""
+        for name in ("bos_token_id", "add_bos", "eos_token_ids", "chat_template", "tool_call_format"):
+            if getattr(spec, name) != getattr(other, name):
+                return name
+        same = spec.tokenizer == other.tokenizer == "" or (
+            bool(spec.tokenizer and other.tokenizer)
+            and _content(self.tokenizer_path(spec)) == _content(self.tokenizer_path(other))
+        )
+        return None if same else "tokenizer"
+
     def on_disk(self) -> list[str]:
         """Ids of the models that have a folder."""
         return [name for name, spec in self.specs.items() if spec.weights]
@@ -169,3 +197,10 @@ class Catalog:
 
     def tokenizer_path(self, spec: ModelSpec) -> Path:
         return self.models_dir / spec.id / spec.tokenizer
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CatalogError(f"{path}: {error.strerror}") from None

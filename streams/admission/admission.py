@@ -6,6 +6,7 @@ a usage row, a worker that joins) runs the queues again.
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from schemas.fleet import FleetView
 from schemas.records import (
@@ -33,6 +34,7 @@ from streams.admission.affinity import HitMeter
 from streams.admission.backlog import Backlog
 from streams.admission.decisions import DecisionLog
 from streams.admission.fair_queue import QueuedRequest
+from streams.admission.fallback import Fallback, FallbackPolicy
 from streams.admission.idempotency import IdempotencyKeys
 from streams.admission.limits import Limits
 from streams.admission.memory import Phase, RequestMemory
@@ -67,6 +69,7 @@ class Admission:
         predictor: OutputPredictor | None = None,
         routing: RoutingPolicy | None = None,
         slot: int = 0,
+        fallback: FallbackPolicy | None = None,
     ) -> None:
         self.policy = policy
         self.decisions = decisions
@@ -83,6 +86,15 @@ class Admission:
         self._backlog = Backlog(self.router, self.peers)
         self._memory = RequestMemory()
         self.overload = Overload(policy.overload, self._backlog, self.router)
+        self.fallback = Fallback(
+            fallback or FallbackPolicy(),
+            decisions,
+            self.tenants,
+            self.router,
+            self._backlog,
+            self.overload,
+            self.predictor,
+        )
         self._screening = Screening(
             policy,
             decisions,
@@ -115,10 +127,14 @@ class Admission:
                 return []
             left = self.limits.rate_limits(request.tenant, request.priority, now)
             run, at, granted = (known.slot, known.epoch), (partition, offset), known.granted_max_tokens
-            return [dispatched(request, *run, *at, traceparent, left, granted)]
+            served = replace(request, model=known.model)
+            return [dispatched(served, *run, *at, traceparent, left, granted)]
         if known is not None and known.queued is not None:
             self._backlog.cancel(known.queued)
             self._memory.forget(request.request_id)
+        asked, request = request, self.fallback.redirect(request, now)
+        # The record is passed on as it came, unless it is for another model now.
+        record = record if request is asked else b""
         item = self._screening.screen(request, record, partition, offset, traceparent, now)
         if isinstance(item, Duplicate):
             return [Reply(reply_to(request), item, traceparent)]

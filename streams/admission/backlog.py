@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Iterator, Set
 
-from schemas.records import QueuedTokens
+from schemas.records import InferenceRequest, QueuedTokens
 from schemas.topics import priority_of
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.model_queue import ModelQueue
@@ -92,6 +92,11 @@ class Backlog:
             return None
         worker = self._router.choose(item.request, item.expected_output_tokens, item.prefix, share)
         return None if isinstance(worker, Blocked) else (item, worker)
+
+    def share(self, request: InferenceRequest) -> Share | None:
+        """Of the room for the request's class, if the request is all that waits here. None: all of it."""
+        tokens = len(request.prompt_token_ids)
+        return self._peers.share(request.model, request.priority, tokens)
 
     def watch(self, item: QueuedRequest) -> None:
         """Has `expired` give it when its end comes."""

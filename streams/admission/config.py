@@ -1,11 +1,14 @@
 """Admission's settings."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from schemas.catalog import Catalog, CatalogError
 from schemas.config import CommonConfig, setting
 from streams.admission.admission import Admission
 from streams.admission.arrival import OverloadPolicy
 from streams.admission.decisions import DecisionLog
+from streams.admission.fallback import DEFAULT_WAIT_MS, FallbackPolicy
 from streams.admission.prediction import DEFAULT_QUANTILE, OutputPredictor
 from streams.admission.router import DEFAULT_MAX_AFFINITY, RoutingPolicy
 from streams.admission.shedding import ShedPolicy
@@ -32,6 +35,9 @@ class AdmissionConfig(CommonConfig):
     prefix_affinity: bool = setting(True, doc="Whether requests go where their beginning is cached.")
     max_affinity: float = setting(
         DEFAULT_MAX_AFFINITY, doc="How much load a cached beginning may outweigh (0.5: half a batch)."
+    )
+    fallback_wait_ms: int = setting(
+        DEFAULT_WAIT_MS, doc="A longer expected wait sends a request to one of its fallback models (ms)."
     )
     start_ms_interactive: int = setting(
         60_000, doc="How long an interactive request may wait that does not say (ms); 0 is for ever."
@@ -65,7 +71,13 @@ class AdmissionConfig(CommonConfig):
         for name in ("max_queued_requests", "max_queued_tokens", "no_worker_wait_ms", "session_timeout_ms"):
             if getattr(self, name) < 1:
                 found.append(f"HEADRACE_{name.upper()} must be at least 1, not {getattr(self, name)}")
-        for name in ("start_ms_interactive", "start_ms_free", "start_ms_batch", "shed_hold_ms"):
+        for name in (
+            "start_ms_interactive",
+            "start_ms_free",
+            "start_ms_batch",
+            "shed_hold_ms",
+            "fallback_wait_ms",
+        ):
             if getattr(self, name) < 0:
                 found.append(f"HEADRACE_{name.upper()} must be at least 0, not {getattr(self, name)}")
         if self.shed_free_max_tokens < 1:
@@ -82,6 +94,10 @@ class AdmissionConfig(CommonConfig):
                 found.append(f"HEADRACE_{name.upper()} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.output_quantile <= 1:
             found.append(f"HEADRACE_OUTPUT_QUANTILE must be 0 to 1, not {self.output_quantile}")
+        try:
+            self.fallback_models()
+        except CatalogError as error:
+            found.append(str(error))
         if not self.max_affinity >= 0:
             found.append(f"HEADRACE_MAX_AFFINITY must be at least 0, not {self.max_affinity}")
         return found
@@ -109,7 +125,17 @@ class AdmissionConfig(CommonConfig):
     def routing(self) -> RoutingPolicy:
         return RoutingPolicy(self.prefix_affinity, self.max_affinity)
 
-    def admission(self) -> Admission:
+    def admission(self, fallback_models: Mapping[str, Sequence[str]] | None = None) -> Admission:
         """The decisions with these settings: what the service runs, and the simulator."""
-        decisions = DecisionLog(self.decision_log)
-        return Admission(self.policy(), decisions, self.predictor(), self.routing(), self.slot)
+        return Admission(
+            self.policy(),
+            DecisionLog(self.decision_log),
+            self.predictor(),
+            self.routing(),
+            self.slot,
+            FallbackPolicy(fallback_models or {}, self.fallback_wait_ms),
+        )
+
+    def fallback_models(self) -> dict[str, list[str]]:
+        """What the catalogue says, by model. Raises CatalogError."""
+        return Catalog.load(self.models_dir).fallback_models()

@@ -74,6 +74,11 @@ class DecisionLog:
             inputs = seen.inputs() | {"granted_max_tokens": float(max_tokens)}
             self._add(request, "cap", ShedLevel.CAP_FREE.label, inputs)
 
+    def fell_back(self, request: InferenceRequest, reason: str, wait_ms: float) -> None:
+        """It goes to another model than it names, which the next decision tells, for it would wait."""
+        if self.enabled:
+            self._add(request, "fallback", reason, {"wait_ms": wait_ms})
+
     def level_changed(self, change: LevelChange) -> None:
         """Of a model, so of no request and no tenant."""
         if not self.enabled:

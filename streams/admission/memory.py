@@ -19,7 +19,7 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Known:
-    """The newest attempt of a request. The run is (slot, epoch), -1 while it is queued.
+    """The newest attempt of a request. The run is (slot, epoch), -1 while it is queued; `model` serves it.
 
     The time to its first token as predicted: `predicted_ms` when it came, from then on; `prefill_ms` when its
     worker was chosen, from then on. It waited for `queued_ms`. `granted_max_tokens` is None where it is as
@@ -29,6 +29,7 @@ class Known:
     attempt: int
     phase: Phase
     queued: QueuedRequest | None
+    model: str = ""
     slot: int = -1
     epoch: int = -1
     ended: bool = False
@@ -55,8 +56,10 @@ class RequestMemory:
 
     def queued(self, item: QueuedRequest) -> None:
         """The attempt waits; it replaces an earlier one."""
-        known = self._known[item.request.request_id] = Known(item.request.attempt, Phase.QUEUED, item)
-        granted = item.request.sampling.max_tokens
+        request = item.request
+        known = Known(request.attempt, Phase.QUEUED, item, request.model)
+        self._known[request.request_id] = known
+        granted = request.sampling.max_tokens
         if item.arrival is not None and granted != item.arrival.max_tokens:
             known.granted_max_tokens = granted
 

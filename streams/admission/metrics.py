@@ -5,6 +5,7 @@ from collections import deque
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from schemas.priority import PriorityClass
+from streams.admission.affinity import HitMeter
 from streams.admission.overload import Outcome
 
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0)
@@ -81,6 +82,18 @@ class Metrics:
             "Decisions the log had no room for",
             registry=self.registry,
         )
+        self.fallbacks = Gauge(
+            "headrace_admission_fallbacks",
+            "Requests that went to a fallback of the model they named",
+            registry=self.registry,
+        )
+        hits = Gauge(
+            "headrace_admission_prefix_hit_tokens",
+            "Cached prompt tokens of requests that ended: predicted, actual, and the difference both ways",
+            ["kind"],
+            registry=self.registry,
+        )
+        self._hits = {name: hits.labels(name) for name in HitMeter.__slots__}
         self.workers = Gauge("headrace_admission_workers", "Workers that live", registry=self.registry)
         # A labels() lookup per request costs more than the increment.
         self.dispatches = [dispatches.labels(c.label) for c in PriorityClass]
@@ -102,6 +115,10 @@ class Metrics:
             predicted.observe(outcome.predicted_ms / 1_000)
             real.observe(outcome.real_ms / 1_000)
             error.observe((outcome.predicted_ms - outcome.real_ms) / 1_000)
+
+    def prefix_hits(self, meter: HitMeter) -> None:
+        for name, gauge in self._hits.items():
+            gauge.set(getattr(meter, name))
 
     def rejected(self, status: int, code: str) -> None:
         self._rejections.labels(str(status), code).inc()

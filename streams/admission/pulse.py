@@ -43,6 +43,8 @@ async def keep_time(
             metrics.queued[priority].set(admission.num_queued(priority))
         metrics.workers.set(admission.num_workers)
         metrics.first_tokens(admission.overload.outcomes)
+        metrics.prefix_hits(admission.hits)
+        metrics.fallbacks.set(admission.fallback.num_requests)
         metrics.decisions_lost.set(admission.decisions.num_lost)
         if (age := dispatcher.oldest_unacked_s()) > ack_deadline_s:
             raise AckOverdueError(f"the broker has not acked a send for {age:.0f} s")

@@ -73,7 +73,7 @@ class AdmissionService:
     def __init__(self, config: AdmissionConfig, kafka: Kafka) -> None:
         self.config = config
         self.kafka = kafka
-        self.admission = config.admission()
+        self.admission = config.admission(config.fallback_models())
         self.metrics = Metrics()
         self.metrics.registry.register(LoadFigures(self.admission.overload))
         self._stopping = False

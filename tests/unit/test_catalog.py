@@ -73,3 +73,45 @@ def test_a_folder_of_another_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "n" / "model.json").write_text(json.dumps(GOOD))
     with pytest.raises(CatalogError, match="'id' is 'm'"):
         Catalog.load(tmp_path)
+
+
+def put_model(folder: Path, name: str, tokenizer: str = "{}", **fields: object) -> None:
+    (folder / name).mkdir()
+    (folder / name / "model.json").write_text(json.dumps({**GOOD, "id": name, **fields}))
+    (folder / name / "tokenizer.json").write_text(tokenizer)
+
+
+def test_fallbacks_read_the_same_prompts(tmp_path: Path) -> None:
+    put_model(tmp_path, "big", fallback_models=["small", "tiny"])
+    put_model(tmp_path, "small", max_model_len=512, weights="other.gguf")
+    put_model(tmp_path, "tiny")
+    assert Catalog.load(tmp_path).fallback_models() == {"big": ["small", "tiny"]}
+
+
+@pytest.mark.parametrize(
+    ("fallback", "fields", "message"),
+    [
+        ("small", {"chat_template": "{{ messages }}"}, "names 'small', which has another chat_template"),
+        ("small", {"tokenizer": "", "weights": ""}, "names 'small', which has another tokenizer"),
+        ("small", {"eos_token_ids": [3]}, "names 'small', which has another eos_token_ids"),
+        ("absent", {}, "no model 'absent'"),
+        ("big", {}, "names the model itself"),
+    ],
+)
+def test_a_fallback_that_would_read_other_text_is_refused(
+    tmp_path: Path, fallback: str, fields: dict[str, object], message: str
+) -> None:
+    put_model(tmp_path, "big", fallback_models=[fallback])
+    put_model(tmp_path, "small", **fields)  # type: ignore[arg-type]
+    with pytest.raises(CatalogError, match=message):
+        Catalog.load(tmp_path).fallback_models()
+
+
+def test_fallbacks_have_the_same_vocabulary_to_the_byte(tmp_path: Path) -> None:
+    put_model(tmp_path, "big", fallback_models=["small"])
+    put_model(tmp_path, "small", tokenizer='{"a": 1}')
+    with pytest.raises(CatalogError, match="another tokenizer"):
+        Catalog.load(tmp_path).fallback_models()
+    (tmp_path / "small" / "tokenizer.json").unlink()
+    with pytest.raises(CatalogError, match=r"small/tokenizer\.json: No such file"):
+        Catalog.load(tmp_path).fallback_models()
