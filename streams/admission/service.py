@@ -202,10 +202,12 @@ class AdmissionService:
             self._shut.clear()
             while not self.admission.restating.all_open:
                 await asyncio.sleep(_LOOK_S)
-                for opened in self.admission.restating.open_due(self.admission.fleet, _now()):
-                    self.metrics.takeover_seconds.observe(opened.waited_ms / 1000)
-                    log.info("partition opened", extra=asdict(opened))
-                    self.dispatcher.put(self.intake.look_again(opened.partition))
+                opened = self.admission.restating.open_due(self.admission.fleet, _now())
+                for each in opened:
+                    self.metrics.takeover_seconds.observe(each.waited_ms / 1000)
+                    self.dispatcher.put(self.intake.look_again(each.partition))
+                if opened:
+                    log.info("partitions opened", extra={"opened": [asdict(each) for each in opened]})
 
     async def _drain(self) -> None:
         try:
