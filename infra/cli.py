@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infra import tenant_cli
-from infra.command_line import DataDir, Kafka, endpoints, fail, run
+from infra.command_line import DataDir, Kafka, endpoints, fail, run, servers
 from infra.local.paths import DEFAULT_DATA_DIR
 from infra.topics.create import create_topics
 from schemas.catalog import Catalog, CatalogError
@@ -97,6 +97,22 @@ def simulate(
         print(run_scenario(scenario, leap=not step, seed=seed, picture=picture, report=_say))
     except (ValueError, OSError) as e:
         raise fail(str(e)) from None
+
+
+@app.command()
+def replay(
+    since: Annotated[str, typer.Option("--from", help="ISO 8601, or 30s, 10m, 2h ago.")],
+    until: Annotated[str | None, typer.Option("--to", help="The same; default: now.")] = None,
+    policy: Annotated[Path | None, typer.Option(help="A Python file with make_policy().")] = None,
+    kafka: Kafka = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Run another policy over recorded traffic and print the differences; JSON is the last line."""
+    from infra.replay.command import replay as run_policy
+    from infra.replay.command import show
+
+    server, layout = servers(kafka, data_dir)
+    show(run(run_policy(server, layout, since, until, policy)), Console(stderr=True))
 
 
 def _say(message: str) -> None:

@@ -139,8 +139,8 @@ def about(record: Any) -> tuple[bytes, int] | None:
 
 
 def fleet(bootstrap: str) -> AbstractAsyncContextManager[Fleet]:
-    read = (topics.TOKENS, topics.PREFILL, topics.HEARTBEATS, topics.DECISIONS, topics.dlq(topics.REQUESTS))
-    return Fleet.open(bootstrap, LAYOUT, read)
+    names = (topics.TOKENS, topics.PREFILL, topics.HEARTBEATS, topics.EVENTS, topics.DECISIONS)
+    return Fleet.open(bootstrap, LAYOUT, (*names, topics.dlq(topics.REQUESTS)))
 
 
 @asynccontextmanager

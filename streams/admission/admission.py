@@ -287,11 +287,12 @@ class Admission:
 
     def _assign(self, item: QueuedRequest, worker: Worker, now: int) -> Assign:
         request = item.request
+        candidates = self.decisions.candidates(item, worker, self.router)
         entry = self.router.dispatch(worker, request, item.expected_output_tokens, item.prefix)
         waited = max(0, now - item.queued_at)
         prefill = self.overload.dispatched(item, worker)
         self._memory.assigned(item, worker, entry, now, prefill)
-        self.decisions.dispatched(item, worker, entry, waited, prefill)
+        self.decisions.dispatched(item, worker, entry, waited, prefill, candidates)
         return assign(item, worker, entry, waited)
 
     def _wait(self, queue: ModelQueue, item: QueuedRequest, now: int) -> Action:

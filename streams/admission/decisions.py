@@ -7,8 +7,12 @@ from schemas.records import Decision, InferenceRequest
 from streams.admission.arrival import Arrival
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.refusal import Refusal
+from streams.admission.router import Router
 from streams.admission.shedding import LevelChange, ShedLevel
 from streams.admission.worker import InFlight, Worker
+
+# Of more workers the least loaded tell enough of what else there was.
+MAX_CANDIDATES = 4
 
 
 class DecisionLog:
@@ -25,14 +29,38 @@ class DecisionLog:
         self._held.clear()
         return held
 
+    def candidates(self, item: QueuedRequest, chosen: Worker, router: Router) -> dict[str, float]:
+        """What the router could choose from, and chose; to be asked before it counts the request."""
+        if not self.enabled or len(router.workers(item.request.model)) < 2:
+            return {}
+        figures: dict[str, float] = {}
+        found = router.candidates(item, MAX_CANDIDATES)
+        for worker in found if chosen in found else [*found, chosen]:
+            cached = worker.cached_tokens(item.prefix)
+            name = f"slot_{worker.slot}_"
+            figures[name + "load"] = worker.load
+            figures[name + "cached_tokens"] = float(cached)
+            figures[name + "slowness"] = worker.prefill_slowness
+            if (ms := worker.prefill_ms(len(item.request.prompt_token_ids) - cached)) is not None:
+                figures[name + "prefill_ms"] = ms
+        return figures
+
     def dispatched(
-        self, item: QueuedRequest, worker: Worker, entry: InFlight, queued_ms: int, prefill_ms: float | None
+        self,
+        item: QueuedRequest,
+        worker: Worker,
+        entry: InFlight,
+        queued_ms: int,
+        prefill_ms: float | None,
+        candidates: Mapping[str, float],
     ) -> None:
         """`worker` counts it already, as `entry`; `prefill_ms` is what its prefill is expected to take."""
         if not self.enabled:
             return
         status = worker.status
-        inputs = _arrived(item) | {
+        inputs = {
+            **_arrived(item),
+            **candidates,
             "queued_ms": float(queued_ms),
             "tokens": float(item.tokens),
             "granted_max_tokens": float(item.request.sampling.max_tokens),

@@ -111,7 +111,7 @@ class Overload:
         ahead += sum(higher.num_tokens for higher in classes[:priority])
         rate = load.tokens_per_s
         workers = self._router.workers(request.model)
-        prefills = [ms for w in workers if (ms := prefill_ms(w, tokens - expected)) is not None]
+        prefills = [ms for w in workers if (ms := w.prefill_ms(tokens - expected)) is not None]
         return Arrival(
             priority=priority,
             attempt=request.attempt,
@@ -142,7 +142,7 @@ class Overload:
         load = self._loads.get(item.request.model)
         if load is not None and item.request.priority in ONLINE:
             load.drain.served(item.tokens)
-        return prefill_ms(worker)
+        return worker.prefill_ms()
 
     def refused(self, refusal: Refusal) -> None:
         """A request was not let in."""
@@ -170,12 +170,3 @@ class Overload:
         if load is None or not load.tokens_per_s:
             return RETRY_LATER_MS
         return retry_after(tokens * 1_000 / load.tokens_per_s)
-
-
-def prefill_ms(worker: Worker, tokens: int = 0) -> float | None:
-    """Until the prompts that the worker counts and `tokens` more are computed, at its rate. None: unknown."""
-    status = worker.status
-    if status.prefill_tokens_per_s <= 0:
-        return None
-    tokens += status.queued_prefill_tokens + worker.in_flight_prefill
-    return tokens * 1_000 / status.prefill_tokens_per_s + status.step_time_ms

@@ -51,18 +51,21 @@ async def keep_time(
 
 
 async def log_decisions(producer: Producer, admission: Admission, shards: int) -> None:
-    """Sends the decisions of the last while; what cannot be sent is counted as lost by the log's bound."""
+    """Sends the decisions of the last while, for ever; what it cannot send is lost."""
     while True:
         await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-        for decision in admission.decisions.drain():
-            partition = topics.tenant_partition(
-                decision.tenant, decision.priority % topics.NUM_CLASSES, shards
-            )
-            try:
-                future = await producer.send(topics.DECISIONS, encode(decision), partition=partition)
-                future.add_done_callback(_ignore)
-            except Exception as error:
-                log.warning("a decision was not logged: %r", error, extra={"request_id": decision.request_id})
+        await send_decisions(producer, admission, shards)
+
+
+async def send_decisions(producer: Producer, admission: Admission, shards: int) -> None:
+    """Hands those that are held to the producer."""
+    for decision in admission.decisions.drain():
+        partition = topics.tenant_partition(decision.tenant, decision.priority % topics.NUM_CLASSES, shards)
+        try:
+            future = await producer.send(topics.DECISIONS, encode(decision), partition=partition)
+            future.add_done_callback(_ignore)
+        except Exception as error:
+            log.warning("a decision was not logged: %r", error, extra={"request_id": decision.request_id})
 
 
 def _ignore(future: Any) -> None:

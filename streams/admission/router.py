@@ -13,6 +13,7 @@ from schemas.fleet import Member
 from schemas.prefix_sketch import is_shared
 from schemas.records import InferenceRequest
 from streams.admission.affinity import PromptPrefix, rendezvous
+from streams.admission.fair_queue import QueuedRequest
 from streams.admission.shares import Share
 from streams.admission.worker import PREFILL_SCALE, InFlight, Worker
 
@@ -44,6 +45,13 @@ class RoutingPolicy:
 
     affinity: bool = True
     max_affinity: float = DEFAULT_MAX_AFFINITY
+
+
+def score(policy: RoutingPolicy, load: float, num_tokens: int, cached: int, slowness: float) -> float:
+    """What a worker of `load` is to a request of `num_tokens`, `cached` of them there; least is best."""
+    per_token = slowness / PREFILL_SCALE
+    points = load + num_tokens * per_token
+    return points - min(policy.max_affinity, HIT_WEIGHT * cached * per_token) if policy.affinity else points
 
 
 def is_suspect(request: InferenceRequest) -> bool:
@@ -127,21 +135,27 @@ class Router:
             blocked = Blocked.NO_ROOM
             if not worker.has_room(request, expected_output_tokens, share):
                 continue
-            per_token = worker.prefill_slowness / PREFILL_SCALE
-            score = worker.load + num_tokens * per_token
-            if known is not None:
-                score -= min(policy.max_affinity, HIT_WEIGHT * worker.cached_tokens(known) * per_token)
+            cached = 0 if known is None else worker.cached_tokens(known)
+            points = score(policy, worker.load, num_tokens, cached, worker.prefill_slowness)
             if suspect and worker.suspects - {request.request_id}:
-                score += _APART
-            scores.append((score, worker))
+                points += _APART
+            scores.append((points, worker))
         if not scores:
             return blocked
         best, chosen = min(scores, key=_score)
         hint = known.hint if known is not None and len(scores) > 1 else None
         if hint is not None:
-            near = [worker for score, worker in scores if score <= best + NEAR]
+            near = [worker for points, worker in scores if points <= best + NEAR]
             chosen = max(near, key=lambda worker: rendezvous(hint, worker.slot))
         return chosen
+
+    def candidates(self, item: QueuedRequest, most: int) -> list[Worker]:
+        """The least loaded that have room for it, `most` of them."""
+        request, expected = item.request, item.expected_output_tokens
+        fit = [
+            w for w in self.workers(request.model) if w.fits(request) and w.has_room(request, expected, None)
+        ]
+        return sorted(fit, key=_load)[:most]
 
     def dispatch(
         self,
@@ -179,6 +193,10 @@ class Router:
         if worker is not None and worker.epoch == epoch:
             worker.ended_seqs += 1
             worker.ended_blocks += -(-tokens // worker.status.block_size)
+
+
+def _load(worker: Worker) -> float:
+    return worker.load
 
 
 def _score(entry: tuple[float, Worker]) -> float:

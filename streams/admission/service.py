@@ -5,6 +5,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from streams.admission.intake import Intake
 from streams.admission.key_loader import KeyLoader
 from streams.admission.load_figures import LoadFigures
 from streams.admission.metrics import Metrics
-from streams.admission.pulse import keep_time, log_decisions
+from streams.admission.pulse import keep_time, log_decisions, send_decisions
 from streams.admission.usage_follower import UsageFollower
 from streams.control import ControlFollower
 from streams.heartbeats import beat, follow_heartbeats
@@ -135,6 +136,9 @@ class AdmissionService:
             # 3. This process's life has a name.
             await self.membership.join(kafka.producer, address)
         stack.push_async_callback(self.membership.leave, kafka.producer)
+        if config.decision_log:
+            # After the last decision is made, and before the producer stops.
+            stack.push_async_callback(self._send_last_decisions)
         parts.spawn("dispatcher", self.dispatcher.run())
         stack.push_async_callback(self._drain)
         parts.spawn("control", self.control.run())
@@ -208,6 +212,11 @@ class AdmissionService:
                     self.dispatcher.put(self.intake.look_again(each.partition))
                 if opened:
                     log.info("partitions opened", extra={"opened": [asdict(each) for each in opened]})
+
+    async def _send_last_decisions(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.config.stop_timeout_s):
+                await send_decisions(self.kafka.decision_producer, self.admission, self.config.shards)
 
     async def _drain(self) -> None:
         try:

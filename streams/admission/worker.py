@@ -137,6 +137,14 @@ class Worker:
         """How many of the prompt's tokens it is expected to have cached by the time they are needed."""
         return cached_tokens(self.status.prefix_sketch, self.sent, prefix)
 
+    def prefill_ms(self, tokens: int = 0) -> float | None:
+        """Until the prompts that it counts and `tokens` more are computed, at its rate. None: not known."""
+        status = self.status
+        if status.prefill_tokens_per_s <= 0:
+            return None
+        tokens += status.queued_prefill_tokens + self.in_flight_prefill
+        return tokens * 1_000 / status.prefill_tokens_per_s + status.step_time_ms
+
     def update(self, heartbeat: Heartbeat, status: WorkerStatus, heard_at: int) -> None:
         """Takes newer figures, and drops from its own counts what these hold."""
         if status.prefix_sketch is not self.status.prefix_sketch:

@@ -1,0 +1,1 @@
+"""Another policy over recorded traffic: what fleet.decisions says was seen, decided again."""

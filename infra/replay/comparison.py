@@ -1,0 +1,149 @@
+"""A policy's decisions beside those that were made. Pure.
+
+One step each: the policy meets every request with the load as it was, which its own decisions before would
+have changed. So the figures say where it decides otherwise, and not what the fleet would have become: that is
+what `headrace simulate` is for.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from infra.replay.policy import Policy
+from infra.replay.recording import Recorded
+from schemas.priority import PriorityClass
+
+# Refusals that a policy decides; those under a limit or a bound of the queue stay as they are.
+LOAD_REFUSALS = frozenset({"start_unreachable", "over_fair_share", "free_class_shed"})
+
+
+@dataclass(slots=True)
+class Side:
+    """One policy's figures: as recorded, or as replayed."""
+
+    let_in: int = 0
+    refused: Counter[tuple[str, str]] = field(default_factory=Counter)  # (class, code)
+    capped: int = 0
+    predicted_ttft_ms: list[float] = field(default_factory=list)
+    ttft_error_ms: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    hit_tokens: float = 0.0
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "let_in": self.let_in,
+            "refused": {f"{label} {code}": n for (label, code), n in sorted(self.refused.items())},
+            "capped": self.capped,
+            "predicted_ttft_ms": _percentiles(self.predicted_ttft_ms),
+            "ttft_error_ms": _percentiles(self.ttft_error_ms),
+            "predicted_hit_rate": _rate(self.hit_tokens, self.prompt_tokens),
+        }
+
+
+@dataclass(slots=True)
+class Comparison:
+    """`newly_refused` and `newly_let_in` count requests by (class, tenant)."""
+
+    num_requests: int = 0
+    evicted: int = 0
+    recorded: Side = field(default_factory=Side)
+    replayed: Side = field(default_factory=Side)
+    newly_refused: Counter[tuple[str, str]] = field(default_factory=Counter)
+    newly_let_in: Counter[tuple[str, str]] = field(default_factory=Counter)
+    routed_elsewhere: int = 0
+    real_ttft_ms: list[float] = field(default_factory=list)
+    real_hit_tokens: int = 0
+    real_prompt_tokens: int = 0
+
+    def figures(self) -> dict[str, Any]:
+        """For the JSON line."""
+        return {
+            "requests": self.num_requests,
+            "evicted": self.evicted,
+            "recorded": self.recorded.figures(),
+            "replayed": self.replayed.figures(),
+            "newly_refused": _by_tenant(self.newly_refused),
+            "newly_let_in": _by_tenant(self.newly_let_in),
+            "routed_elsewhere": self.routed_elsewhere,
+            "real_ttft_ms": _percentiles(self.real_ttft_ms),
+            "real_hit_rate": _rate(self.real_hit_tokens, self.real_prompt_tokens),
+        }
+
+
+def compare(policy: Policy, requests: Iterable[Recorded]) -> Comparison:
+    """Raises ValueError for a policy that routes to what is no candidate."""
+    found = Comparison()
+    for request in requests:
+        _compare_one(policy, request, found)
+    return found
+
+
+def _compare_one(policy: Policy, request: Recorded, found: Comparison) -> None:
+    seen, label = request.seen, PriorityClass(request.seen.priority).label
+    whose = (label, request.tenant)
+    found.num_requests += 1
+    found.evicted += request.action == "evict"
+    was_refused = request.action == "reject"
+    by_load = was_refused and request.reason in LOAD_REFUSALS
+    if was_refused:
+        found.recorded.refused[label, request.reason] += 1
+    else:
+        _let_in(found.recorded, request, request.max_tokens, seen.predicted_ttft_ms)
+        found.recorded.hit_tokens += request.cached_tokens
+    refusal = policy.admit(request.tenant, request.model, seen)
+    if refusal is not None:
+        found.replayed.refused[label, refusal.code] += 1
+        found.newly_refused[whose] += not was_refused
+    elif was_refused and not by_load:
+        found.replayed.refused[label, request.reason] += 1
+    else:
+        predicted = policy.predict_ttft_ms(request.tenant, request.model, seen)
+        most = policy.max_tokens(request.tenant, request.model, seen)
+        _let_in(found.replayed, request, most, predicted)
+        found.replayed.hit_tokens += _routed(policy, request, found)
+        found.newly_let_in[whose] += was_refused
+    if request.usage is not None and not was_refused:
+        found.real_hit_tokens += request.usage.cached_tokens
+        found.real_prompt_tokens += request.usage.input_tokens
+    if (real := request.real_ttft_ms) is not None:
+        found.real_ttft_ms.append(real)
+
+
+def _let_in(side: Side, request: Recorded, max_tokens: int, predicted_ms: float) -> None:
+    side.let_in += 1
+    side.capped += max_tokens < request.seen.max_tokens
+    side.prompt_tokens += request.seen.prompt_tokens
+    side.predicted_ttft_ms.append(predicted_ms)
+    if (real := request.real_ttft_ms) is not None:
+        side.ttft_error_ms.append(predicted_ms - real)
+
+
+def _routed(policy: Policy, request: Recorded, found: Comparison) -> float:
+    """The hit tokens that the policy's choice of a worker expects."""
+    if not request.candidates:
+        return request.cached_tokens
+    slot = policy.route(request.seen, request.candidates)
+    chosen = next((c for c in request.candidates if c.slot == slot), None)
+    if chosen is None:
+        slots = [c.slot for c in request.candidates]
+        raise ValueError(f"the policy routed to slot {slot}; the candidates were {slots}")
+    found.routed_elsewhere += not chosen.chosen
+    return request.cached_tokens if chosen.chosen else float(chosen.cached_tokens)
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    ordered = sorted(values)
+    return {f"p{p}": round(ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 1) for p in (50, 90, 99)}
+
+
+def _rate(part: float, whole: float) -> float:
+    return round(part / whole, 4) if whole else 0.0
+
+
+def _by_tenant(counts: Counter[tuple[str, str]], most: int = 10) -> dict[str, int]:
+    named = {f"{label} {tenant}": n for (label, tenant), n in counts.most_common(most) if n}
+    rest = sum(counts.values()) - sum(named.values())
+    return named | ({"others": rest} if rest else {})
