@@ -104,7 +104,7 @@ def test_the_truth_is_what_usage_says() -> None:
 
 
 def test_where_another_policy_sends_a_request() -> None:
-    figures = {
+    figures: dict[str, Any] = {
         "slot_0_load": 0.5,
         "slot_0_cached_tokens": 96.0,
         "slot_0_slowness": 1.0,
