@@ -24,24 +24,21 @@ from streams.admission.actions import (
     Assign,
     NoteKey,
     Reply,
-    admitted,
-    assign,
     dispatched,
-    reject,
     reply_to,
 )
 from streams.admission.affinity import HitMeter
 from streams.admission.backlog import Backlog
 from streams.admission.decisions import DecisionLog
-from streams.admission.fair_queue import QueuedRequest
 from streams.admission.fallback import Fallback, FallbackPolicy
 from streams.admission.idempotency import IdempotencyKeys
 from streams.admission.limits import Limits
 from streams.admission.memory import Phase, RequestMemory
-from streams.admission.model_queue import ModelQueue
 from streams.admission.overload import Overload
+from streams.admission.placement import Placement
 from streams.admission.prediction import OutputPredictor
 from streams.admission.refusal import RETRY_LATER_MS, Refusal
+from streams.admission.refusing import Refusing
 from streams.admission.restating import Restating, settle_usage
 from streams.admission.router import Router, RoutingPolicy
 from streams.admission.screening import Refused, Screening
@@ -49,8 +46,7 @@ from streams.admission.shares import PeerDemand
 from streams.admission.takeover import Takeover
 from streams.admission.tenants import Tenants
 from streams.admission.validation import invalid_field
-from streams.admission.waiting import WaitingPolicy, expired, no_worker, over_bounds
-from streams.admission.worker import Worker
+from streams.admission.waiting import WaitingPolicy
 
 # Finish reasons of answers that came to their own end, so that their length says something.
 COMPLETE = frozenset({"stop", "length"})
@@ -106,6 +102,18 @@ class Admission:
             self.keys,
         )
 
+        self._refusing = Refusing(self.limits, self.keys, decisions, self._backlog, self._memory)
+        self._placement = Placement(
+            policy,
+            decisions,
+            self.tenants,
+            self.router,
+            self.overload,
+            self._backlog,
+            self._memory,
+            self._refusing,
+        )
+
     # Records
 
     def on_request(
@@ -119,7 +127,7 @@ class Admission:
     ) -> list[Action]:
         """A request that `takeover` accepted; `record` is what it was decoded from."""
         if invalid := invalid_field(request, partition):
-            return [self._refuse(request, Refusal(400, "invalid_request", invalid), traceparent)]
+            return [self._refusing.refuse(request, Refusal(400, "invalid_request", invalid), traceparent)]
         known = self._memory.get(request.request_id)
         if known is not None and request.attempt <= known.attempt:
             # The owner sent it again. What was dispatched it shall hear again, what waits it will hear.
@@ -139,14 +147,14 @@ class Admission:
         if isinstance(item, Duplicate):
             return [Reply(reply_to(request), item, traceparent)]
         if isinstance(item, Refused):
-            return [self._refuse(request, item.refusal, traceparent, now, item.inputs)]
+            return [self._refusing.refuse(request, item.refusal, traceparent, now, item.inputs)]
         queue = self._backlog.append(item, self.tenants.weight(request.tenant))
         self._memory.queued(item)
         if request.attempt > 1:
             self.decisions.requeued(item)
-        actions = self._run(request.model, now)
+        actions = self._placement.run(request.model, now)
         if item.waits:
-            actions.append(self._wait(queue, item, now))
+            actions.append(self._placement.wait(queue, item, now))
         return actions
 
     def on_cancel(self, cancellation: Cancellation, partition: int, now: int) -> list[Action]:
@@ -159,7 +167,7 @@ class Admission:
             if cancellation.reason == DEADLINE_EXCEEDED:
                 message = f"not finished within {known.queued.request.end_ms / 1000:g} s"
                 refusal = Refusal(499, DEADLINE_EXCEEDED, message)
-            actions.append(self._evict(known.queued, refusal, now))
+            actions.append(self._refusing.evict(known.queued, refusal, now))
         if cancellation.key is not None:
             freed = self.keys.free(cancellation.key, cancellation.request_id)
             actions += [] if freed is None else [NoteKey(freed, partition)]
@@ -182,7 +190,7 @@ class Admission:
         self.overload.ended(usage, known)
         if known is not None and usage.attempt == 1:
             self.hits.note(known.predicted_cached_tokens, usage.cached_tokens)
-        return self._run(usage.model, now)
+        return self._placement.run(usage.model, now)
 
     def on_tenant(self, name: str, tenant: Tenant | None, now: int) -> None:
         self.tenants.put(name, tenant, now)
@@ -199,7 +207,7 @@ class Admission:
         """Takes the fleet's newest figures and runs all queues."""
         self.peers.retain(self.fleet.live_slots("admission"))
         self.router.update(self.fleet.live("worker"))
-        return self._run_all(now)
+        return self._placement.run_all(now)
 
     def on_assigned(self, end_offsets: Mapping[int, int], now: int) -> None:
         """The partitions that this process now holds, with their end offsets.
@@ -233,7 +241,11 @@ class Admission:
             freed = self.keys.free(asked.key, request.request_id)
             actions += [] if freed is None else [NoteKey(freed, assign.partition)]
         refusal = Refusal(503, "dispatch_failed", f"the dispatch failed: {reason}", RETRY_LATER_MS)
-        return [*actions, self._refuse(request, refusal, assign.traceparent), *self._run_all(now)]
+        return [
+            *actions,
+            self._refusing.refuse(request, refusal, assign.traceparent),
+            *self._placement.run_all(now),
+        ]
 
     def tick(self, now: int) -> list[Action]:
         """What time alone brings: waits that end, reservations that expire. Call about every 100 ms."""
@@ -243,14 +255,8 @@ class Admission:
         actions: list[Action] = []
         for change in self.overload.update(now):
             self.decisions.level_changed(change)
-            actions += [Announce(change), *self._run(change.model, now)]
-        actions += [
-            self._evict(item, expired(self.overload.retry_after_ms(item.request.model)), now)
-            for item in self._backlog.expired(now)
-        ]
-        wait_ms = self.policy.no_worker_wait_ms
-        overdue = self._backlog.without_worker(now, wait_ms)
-        return actions + [self._evict(item, self._no_worker(item.request), now) for item in overdue]
+            actions += [Announce(change), *self._placement.run(change.model, now)]
+        return actions + self._placement.overdue(now)
 
     # Figures
 
@@ -273,71 +279,6 @@ class Admission:
         return self._backlog.num_requests(priority)
 
     # Inside
-
-    def _run_all(self, now: int) -> list[Action]:
-        return [action for model in self._backlog.models() for action in self._run(model, now)]
-
-    def _run(self, model: str, now: int) -> list[Action]:
-        return [
-            self._evict(item, self._no_worker(item.request), now)
-            if worker is None
-            else self._assign(item, worker, now)
-            for item, worker in self._backlog.take(model, self.overload.level(model))
-        ]
-
-    def _assign(self, item: QueuedRequest, worker: Worker, now: int) -> Assign:
-        request = item.request
-        candidates = self.decisions.candidates(item, worker, self.router)
-        entry = self.router.dispatch(worker, request, item.expected_output_tokens, item.prefix)
-        waited = max(0, now - item.queued_at)
-        prefill = self.overload.dispatched(item, worker)
-        self._memory.assigned(item, worker, entry, now, prefill)
-        self.decisions.dispatched(item, worker, entry, waited, prefill, candidates)
-        return assign(item, worker, entry, waited)
-
-    def _wait(self, queue: ModelQueue, item: QueuedRequest, now: int) -> Action:
-        """Lets the request wait, unless too much waits already."""
-        request = item.request
-        fair = queue.classes[request.priority]
-        allowance = self.tenants.max_enqueued_tokens(request.tenant, request.priority)
-        retry_after_ms = self.overload.retry_after_ms(request.model)
-        refusal = over_bounds(self.policy, fair, item, allowance, retry_after_ms)
-        if refusal is not None and request.attempt == 1:
-            return self._evict(item, refusal, now)
-        self._backlog.watch(item)
-        return admitted(item)
-
-    def _evict(self, item: QueuedRequest, refusal: Refusal, now: int) -> Reply:
-        """Takes a waiting request out of its queue and refuses it."""
-        request = item.request
-        self._backlog.cancel(item)
-        self._memory.forget(request.request_id, request.attempt)
-        if request.attempt == 1:
-            self.limits.release(request.request_id, now)
-        self.decisions.evicted(item, refusal, max(0, now - item.queued_at))
-        return self._reject(request, refusal, item.traceparent, now)
-
-    def _refuse(
-        self,
-        request: InferenceRequest,
-        refusal: Refusal,
-        traceparent: str | None,
-        now: int | None = None,
-        inputs: Mapping[str, float] | None = None,
-    ) -> Reply:
-        """Does not let a request in."""
-        self.decisions.refused(request, refusal, inputs or {})
-        return self._reject(request, refusal, traceparent, now)
-
-    def _reject(
-        self, request: InferenceRequest, refusal: Refusal, traceparent: str | None, now: int | None
-    ) -> Reply:
-        self.keys.refused(request)
-        left = () if now is None else self.limits.rate_limits(request.tenant, request.priority, now)
-        return reject(reply_to(request), refusal, traceparent, left)
-
-    def _no_worker(self, request: InferenceRequest) -> Refusal:
-        return no_worker(request.model, self.policy.no_worker_wait_ms)
 
     def _drop_partitions(self, partitions: Collection[int]) -> None:
         self.keys.drop(partitions)
