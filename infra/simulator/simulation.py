@@ -18,7 +18,7 @@ from infra.simulator.scenario import Failure, Model, Scenario, Workers
 from infra.simulator.worker import Ended, SimulatedWorker
 from infra.simulator.workload import Arrival, arrivals
 from schemas.fleet import HEARTBEAT_INTERVAL_S
-from schemas.records import Heartbeat, InferenceRequest, Rejected, SamplingParams, Usage
+from schemas.records import Heartbeat, InferenceRequest, Rejected, Usage
 from streams.admission.actions import Action, Assign, Reply
 
 _STEP, _RECORD, _CLOCK = range(3)
@@ -114,21 +114,7 @@ class Simulation:
         number = len(self.measures.flights)
         flight = Flight(number, arrival)
         self.measures.flights.append(flight)
-        request = InferenceRequest(
-            request_id=number.to_bytes(16, "little"),
-            attempt=1,
-            tenant=arrival.tenant,
-            priority=arrival.priority,
-            model=arrival.model,
-            prompt_token_ids=arrival.prompt_token_ids(number),
-            output_token_ids=[],
-            sampling=SamplingParams(arrival.max_tokens),
-            reply_partition=arrival.priority,
-            owner_epoch=0,
-            accepted_at=milliseconds(self.now),
-            end_ms=arrival.end_ms,
-            start_ms=arrival.start_ms,
-        )
+        request = arrival.request(number, milliseconds(self.now))
         self._flights[request.request_id] = flight
         self._after_hop(partial(self._ask, request))
 

@@ -11,22 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from infra.simulator.decode_run import DecodeRun
+from infra.simulator.engine import make_scheduler
 from infra.simulator.measures import Flight, Measures
-from infra.simulator.scenario import Model, Workers, roofline, scheduler_config
+from infra.simulator.scenario import Model, Workers, roofline
 from schemas.priority import PriorityClass
 from schemas.records import Dispatch, WorkerStatus
 from workers.batch import RunnerOutput, SchedulerOutput
-from workers.block_hash import BlockHasher, PrefixSharing
-from workers.kv_cache_manager import make_kv_cache_manager
-from workers.preemption import SwapCost
+from workers.engine import PREFIX_KEYS_INTERVAL_S
 from workers.request import FinishReason, Request, RequestOutput
 from workers.request_factory import make_request
-from workers.scheduler import Scheduler
 from workers.simulated_runner import SimulatedRunner
 from workers.sketch_beat import SketchBeat
 
 TOKEN_ID, EOS_TOKEN_ID = 2, 1
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +62,17 @@ class SimulatedWorker:
         self._gaps = measures.gaps_of(workers.model)
         self._call_at, self._on_ended = call_at, on_ended
         self._leap = leap
-        config = scheduler_config(model, workers)
         self._runner = SimulatedRunner(vocab_size=TOKEN_ID + 1, roofline=self.roofline)
-        num_host_blocks = workers.swap_memory_mib * _MIB // self.roofline.bytes_per_block
-        hasher = (
-            None
-            if workers.prefix_caching == "off"
-            else BlockHasher(workers.model, "simulated", PrefixSharing(workers.prefix_caching))
-        )
-        kv = make_kv_cache_manager(self.roofline.num_blocks, num_host_blocks=num_host_blocks, hasher=hasher)
-        swap_cost = (
-            SwapCost(self.roofline.bytes_per_block, self.roofline.swap_bytes_per_s)
-            if num_host_blocks
-            else None
-        )
-        self.scheduler = Scheduler(config, kv, frozenset({EOS_TOKEN_ID}), swap_cost)
+        self.scheduler = make_scheduler(model, workers, self.roofline, EOS_TOKEN_ID)
         self._inbox: deque[tuple[Request, int]] = deque()
         self._flights: dict[bytes, Flight] = {}
         self._read_offsets = [0] * len(PriorityClass)
         self._step: tuple[SchedulerOutput, float] | None = None
         self._run: DecodeRun | None = None
         self._run_at = 0.0
+        self._sketch_beat = SketchBeat()
+        self._keys: tuple[int, ...] = ()
+        self._keys_at = float("-inf")
         self._look = self._see()
         self._sketch_beat = SketchBeat()
 
@@ -291,6 +278,15 @@ class SimulatedWorker:
         """Tokens that are to come of the request."""
         ends = min(self._flights[request.request_id].arrival.num_output_tokens, request.max_output_tokens)
         return ends - len(request.output_token_ids)
+
+    def _sketch(self, now: float) -> bytes:
+        """Which prefixes are cached, when it is time to say so."""
+        index, hasher = self.scheduler.kv_cache_manager.prefix_index, self.scheduler.kv_cache_manager.hasher
+        if index is None or hasher is None:
+            return b""
+        if now - self._keys_at >= PREFIX_KEYS_INTERVAL_S:
+            self._keys_at, self._keys = now, index.keys()
+        return self._sketch_beat.sketch(self._keys, shared=hasher.is_shared, now=now)
 
     def _see(self) -> tuple[int, tuple[int, ...], int]:
         scheduler = self.scheduler

@@ -17,6 +17,7 @@ import msgspec
 
 from infra.simulator.scenario import Lengths, Prefixes, Scenario, Traffic
 from schemas.priority import PriorityClass
+from schemas.records import InferenceRequest, SamplingParams
 
 # Token ids of shared prefixes, and from which on each request's own are: ids only have to differ.
 _FIRST_PREFIX_ID = 1 << 16
@@ -42,6 +43,24 @@ class Arrival:
     end_ms: int = 600_000
     prefix: int = 0
     num_prefix_tokens: int = 0
+
+    def request(self, number: int, accepted_at: int) -> InferenceRequest:
+        """What its owner writes, as the request with this number. `accepted_at` in ms of the epoch."""
+        return InferenceRequest(
+            request_id=number.to_bytes(16, "little"),
+            attempt=1,
+            tenant=self.tenant,
+            priority=self.priority,
+            model=self.model,
+            prompt_token_ids=self.prompt_token_ids(number),
+            output_token_ids=[],
+            sampling=SamplingParams(self.max_tokens),
+            reply_partition=self.priority,
+            owner_epoch=0,
+            accepted_at=accepted_at,
+            end_ms=self.end_ms,
+            start_ms=self.start_ms,
+        )
 
     def prompt_token_ids(self, number: int) -> list[int]:
         """The prompt of the request with this number."""
