@@ -17,7 +17,6 @@ from infra.simulator.scenario import Model, Workers, roofline
 from schemas.priority import PriorityClass
 from schemas.records import Dispatch, WorkerStatus
 from workers.batch import RunnerOutput, SchedulerOutput
-from workers.engine import PREFIX_KEYS_INTERVAL_S
 from workers.request import FinishReason, Request, RequestOutput
 from workers.request_factory import make_request
 from workers.simulated_runner import SimulatedRunner
@@ -70,9 +69,6 @@ class SimulatedWorker:
         self._step: tuple[SchedulerOutput, float] | None = None
         self._run: DecodeRun | None = None
         self._run_at = 0.0
-        self._sketch_beat = SketchBeat()
-        self._keys: tuple[int, ...] = ()
-        self._keys_at = float("-inf")
         self._look = self._see()
         self._sketch_beat = SketchBeat()
 
@@ -129,12 +125,6 @@ class SimulatedWorker:
             canary="ok",
             prefix_sketch=self._sketch(now),
         )
-
-    def _sketch(self, now: float) -> bytes:
-        kv = self.scheduler.kv_cache_manager
-        if kv.prefix_index is None or kv.hasher is None or not self._sketch_beat.is_due(now):
-            return b""
-        return self._sketch_beat.sketch(kv.prefix_index.keys(), shared=kv.hasher.is_shared, now=now)
 
     def die(self, now: float) -> list[tuple[Request, list[int]]]:
         """Ends this run; the requests that were here, each with its output so far."""
@@ -281,12 +271,10 @@ class SimulatedWorker:
 
     def _sketch(self, now: float) -> bytes:
         """Which prefixes are cached, when it is time to say so."""
-        index, hasher = self.scheduler.kv_cache_manager.prefix_index, self.scheduler.kv_cache_manager.hasher
-        if index is None or hasher is None:
+        kv = self.scheduler.kv_cache_manager
+        if kv.prefix_index is None or kv.hasher is None or not self._sketch_beat.is_due(now):
             return b""
-        if now - self._keys_at >= PREFIX_KEYS_INTERVAL_S:
-            self._keys_at, self._keys = now, index.keys()
-        return self._sketch_beat.sketch(self._keys, shared=hasher.is_shared, now=now)
+        return self._sketch_beat.sketch(kv.prefix_index.keys(), shared=kv.hasher.is_shared, now=now)
 
     def _see(self) -> tuple[int, tuple[int, ...], int]:
         scheduler = self.scheduler

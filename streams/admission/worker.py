@@ -20,10 +20,9 @@ PREFILL_SCALE = 2048
 # finds room at once. With no places kept, time to first token beside batch was 1.8 times that of alone at p99
 # in the scenario `waves`; with these 1.1 times, for 3 % of the batch work.
 BATCH_WATERMARK = 0.1
-# Prompts queue here, where they can be reordered, evicted and sent elsewhere, and not at a worker, beyond what
-# keeps it busy between two heartbeats. Scenario `one_node`, offered three times what it carries: p95 to first
-# token of an 8b model 4.8 s without a bound, 0.26 s with 150 ms at 98 % of the requests served, 0.2 s with
-# 100 ms at 84 %.
+# Beyond what keeps a worker busy between two heartbeats, prompts queue here and not there: here they can be
+# reordered, evicted and sent elsewhere. In the scenario `one_node`, offered three times what it carries, the
+# 8b model's p95 to first token was 4.8 s without a bound; 150 ms cost no throughput, 100 ms 14 %.
 PREFILL_AHEAD_S = 0.15
 _UNFIT = frozenset({CanaryStatus.FAILED, CanaryStatus.ENGINE_STALLED})
 
@@ -119,7 +118,7 @@ class Worker:
             return False
         if request.priority == PriorityClass.BATCH and not self.spares(blocks):
             return False
-        if self.is_behind(request.priority):
+        if self.is_behind(request):
             return False
         if share is None:
             return True
@@ -141,15 +140,23 @@ class Worker:
             return False
         return self.free_blocks - blocks >= BATCH_WATERMARK * status.num_blocks
 
-    def is_behind(self, priority: int) -> bool:
-        """Whether one more prompt of a class would wait there: others of it wait, or are on their way, and
-        those ahead take longer than PREFILL_AHEAD_S."""
-        status = self.status
-        if not any(status.num_waiting[: priority + 1]) and not any(self.in_flight[: priority + 1]):
+    def is_behind(self, request: InferenceRequest) -> bool:
+        """Whether the prompt would wait there, because it and those ahead take longer than PREFILL_AHEAD_S.
+
+        Ahead are those of its class and higher ones that wait or are on their way. Of a long prompt half of
+        that time counts: it must go at some time.
+        """
+        status, up_to = self.status, request.priority + 1
+        num_ahead, num_waiting = sum(status.num_waiting[:up_to]), sum(status.num_waiting)
+        on_their_way = [entry.prefill_tokens for entries in self.in_flight[:up_to] for entry in entries]
+        if not num_ahead and not on_their_way:
             return False
+        most = max(PREFILL_SCALE, PREFILL_AHEAD_S * status.prefill_tokens_per_s)
         # Each running sequence counts one token among the queued ones: its next.
-        ahead = status.queued_prefill_tokens - status.num_running + self.in_flight_prefill
-        return ahead > max(PREFILL_SCALE, PREFILL_AHEAD_S * status.prefill_tokens_per_s)
+        queued = status.queued_prefill_tokens - status.num_running
+        ahead = sum(on_their_way) + (queued * num_ahead / num_waiting if num_waiting else queued)
+        own = len(request.prompt_token_ids) + len(request.output_token_ids)
+        return ahead + min(own, most / 2) > most
 
     def blocks_for(self, request: InferenceRequest, expected_output_tokens: int) -> int:
         """Blocks that it is expected to fill; never more than the worker has, so an idle one takes any."""

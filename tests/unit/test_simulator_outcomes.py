@@ -76,13 +76,13 @@ def test_batch_fills_the_troughs_of_interactive_waves_and_keeps_out_of_the_crest
     found, _ = run(plan)
     alone, _ = run(msgspec.structs.replace(plan, backlogs={}))
     batch_alone, _ = run(msgspec.structs.replace(plan, traffic={}, duration=40.0))
-    chat = found["traffic"]["chat"]
-    assert chat["served"] == chat["requests"]
+    chat, chat_alone = found["traffic"]["chat"], alone["traffic"]["chat"]
+    assert chat["served"] == chat["requests"] == chat_alone["served"]
     assert chat["ttft_ms"]["p50"] <= 500
     assert chat["ttft_ms"]["p99"] <= 2_000
+    assert chat["ttft_ms"]["p99"] <= 1.5 * chat_alone["ttft_ms"]["p99"]
     assert chat["time_per_output_token_ms"]["p50"] <= 40
     assert chat["time_per_output_token_ms"]["p99"] <= 60
-    assert alone["traffic"]["chat"]["served"] == chat["requests"]
     # Of what batch makes of an empty node, it gets most in the trough, and less in the crest.
     whole = mean_of(batch_alone, "batch", 10, 40)
     trough, crest = mean_of(found, "batch", 50, 70), mean_of(found, "batch", 25, 35)
@@ -99,7 +99,7 @@ def test_streams_of_a_node_that_dies_at_the_peak_go_on_elsewhere(
     found, measures = run(msgspec.structs.replace(plan, failures=[failure]))
     chat = found["traffic"]["chat"]
     assert chat["served"] == chat["requests"]
-    assert found["fleet"]["retries"] > 10
+    assert found["fleet"]["retries"] > 5
     assert max(measures.gaps["llama-8b"][0].gap) < longest_pause_s
     assert all(f.num_tokens == min(f.arrival.num_output_tokens, 1024) for f in measures.flights)
     # The slot's next life is served again.
@@ -107,25 +107,51 @@ def test_streams_of_a_node_that_dies_at_the_peak_go_on_elsewhere(
     assert len(lives) == 2
 
 
-def test_a_node_with_two_models_never_runs_out_of_blocks_whatever_comes() -> None:
+def test_a_node_with_two_models_carries_as_much_when_three_times_that_is_offered() -> None:
     plan = scenario("one_node")
-    burst = {
-        name: msgspec.structs.replace(traffic, spikes=[Spike(at=12.0, until=13.0, times=10.0)])
-        for name, traffic in plan.traffic.items()
-    }
-    found, _ = run(msgspec.structs.replace(plan, traffic=burst))
-    assert found["fleet"]["preemptions"] == 0
-    assert found["fleet"]["kv_use_max"] < 1.0
-    for traffic in found["traffic"].values():
-        assert traffic["failed"] == {}
-    for gaps in found["token_gap_ms"].values():
-        assert gaps["interactive"]["p95"] < 30
+
+    def offered(per_s: float, spikes: list[Spike]) -> dict[str, Any]:
+        traffic = {
+            name: msgspec.structs.replace(each, rate=each.rate * per_s / 300, spikes=spikes)
+            for name, each in plan.traffic.items()
+        }
+        found, _ = run(msgspec.structs.replace(plan, traffic=traffic))
+        assert found["fleet"]["preemptions"] == 0
+        assert found["fleet"]["kv_use_max"] < 1.0
+        for each in found["traffic"].values():
+            assert each["failed"] == {}
+            assert each["served"] + sum(each["refused"].values()) == each["requests"]
+            assert each["ttft_ms"]["p95"] < 250
+        for gaps in found["token_gap_ms"].values():
+            assert gaps["interactive"]["p95"] < 30
+        return found
+
+    def goodput(found: dict[str, Any]) -> float:
+        return float(sum(each["goodput_per_s"] for each in found["traffic"].values()))
+
+    whole = offered(300, [])
+    most = max(goodput(offered(per_s, [])) for per_s in (130, 160))
+    assert goodput(whole) >= 0.85 * most
+    small = whole["traffic"]["small"]["refused"]
+    assert small["429 start_unreachable"] > 0.9 * sum(small.values())
+    offered(300, [Spike(at=12.0, until=14.0, times=10.0)])
 
 
-def test_shared_system_prompts_are_found_again() -> None:
-    found, _ = run(scenario("shared_prompts"))
-    assert found["fleet"]["prefix_hit_rate"] > 0.4
-    assert found["traffic"]["chat"]["served"] == found["traffic"]["chat"]["requests"]
+def test_affinity_finds_more_of_shared_prompts_and_its_cap_keeps_workers_even() -> None:
+    def chat(**policy: bool | float) -> tuple[dict[str, Any], dict[str, Any]]:
+        found, _ = run(scenario("shared_prompts", policy=policy))
+        assert found["traffic"]["chat"]["served"] == found["traffic"]["chat"]["requests"]
+        return found["traffic"]["chat"], found["fleet"]
+
+    without, fleet_without = chat(prefix_affinity=False)
+    uncapped, fleet_uncapped = chat(max_affinity=1e9)
+    capped, fleet_capped = chat()
+    assert fleet_without["prefix_hit_rate"] + 0.05 < fleet_capped["prefix_hit_rate"]
+    assert fleet_capped["prefix_hit_rate"] <= fleet_uncapped["prefix_hit_rate"]
+    assert capped["ttft_ms"]["p50"] < without["ttft_ms"]["p50"]
+    assert uncapped["ttft_ms"]["p50"] < without["ttft_ms"]["p50"]
+    assert fleet_capped["hottest_worker"] <= fleet_uncapped["hottest_worker"]
+    assert fleet_capped["hottest_worker"] < 1.1
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:
