@@ -5,10 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import faust
+from faust.tables.manager import TableManager
 
 from schemas.config import CommonConfig
 
 OnAssigned = Callable[[set[int]], Awaitable[None]]
+
+
+class _NoTables(TableManager):
+    """Faust's own waits a second for tables to be declared. There are none, and somebody waits for us."""
+
+    async def on_start(self) -> None:
+        if not self.should_stop:
+            await self._update_channels()
+            await self.recovery.start()
 
 
 def build_faust_app(
@@ -39,6 +49,7 @@ def build_faust_app(
         topic_disable_leader=True,
         topic_allow_declare=False,
         web_enabled=False,
+        TableManager=_NoTables,
         datadir=datadir,
         **settings,
     )

@@ -187,7 +187,8 @@ class AdmissionService:
         partitions = [self.kafka.partition(topics.REQUESTS, number) for number in numbers]
         # What lies below these was for whoever held the partitions before.
         async with asyncio.timeout(START_TIMEOUT_S):
-            ends = await self.kafka.control.end_offsets(partitions) if partitions else {}
+            # Of the consumer that waits for nothing: behind a fetch that does, the answer would be late.
+            ends = await self.kafka.keys.end_offsets(partitions) if partitions else {}
         self.admission.on_assigned({tp.partition: end for tp, end in ends.items()}, _now())
         self._shut.set()
         self.usage.assignment_changed()
