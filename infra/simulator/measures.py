@@ -32,6 +32,13 @@ class Flight:
     refused_status: int = 0
     failed: str | None = None
 
+    @property
+    def first_token_ms(self) -> int | None:
+        """From its dispatch to its first token, as its worker says; None where a run was lost before."""
+        if self.first_token_at is None or self.dispatched_at is None or self.attempt > 1:
+            return None
+        return int((self.first_token_at - self.dispatched_at) * 1_000)
+
 
 class GapLog:
     """Times between tokens of one class: `count` sequences waited for `gap` until `at`."""

@@ -213,6 +213,7 @@ class Simulation:
                     milliseconds(at),
                     worker.slot,
                     worker.epoch,
+                    first_token_ms=flight.first_token_ms,
                 )
             )
             self._close(flight, request.request_id)
