@@ -30,9 +30,9 @@ class Arrival:
 
     `max_tokens` is what it asked for. Of its class: `queued_requests`, `queued_tokens`, and `class_wait_ms`,
     the longest wait there now. Of its tenant in that class: `tenant_requests`, `tenant_tokens`, and `share`,
-    the part of what is served that it may count on. `ahead_tokens` are served before it. The model's queue
-    drains by `drain_tokens_per_s` (0: not known). So it is expected to wait `wait_ms` here, and at its worker
-    `prefill_ms` until the first token.
+    the part of what is served that it may count on. `ahead_tokens` are served before it. Its class's queue
+    drains by `drain_tokens_per_s` (0: not known); waits have lately been `wait_correction` times what follows
+    from these. So it is expected to wait `wait_ms` here, and `prefill_ms` at its worker for its first token.
     """
 
     priority: int
@@ -50,6 +50,7 @@ class Arrival:
     tenant_requests: int
     tenant_tokens: int
     share: float
+    wait_correction: float
     ahead_tokens: float
     drain_tokens_per_s: float
     wait_ms: float
@@ -102,7 +103,7 @@ def _over_share(policy: ShedPolicy, seen: Arrival) -> Refusal | None:
     if seen.class_wait_ms < policy.fall * bound_ms or seen.tenant_requests < _FEW:
         return None
     rate = seen.share * seen.drain_tokens_per_s
-    own_ms = seen.tenant_tokens * 1_000 / rate if rate > 0 else 0.0
+    own_ms = seen.tenant_tokens * 1_000 / rate * seen.wait_correction if rate > 0 else 0.0
     if own_ms <= bound_ms:
         return None
     message = "there is more to do than the fleet can, and the tenant has more than its share waiting"

@@ -7,7 +7,8 @@ _FIRST_GUESS_MS = 2_000
 
 
 class DrainRate:
-    """Tokens (prompt and expected output) that one process's queue of a model gives to workers a second.
+    """Tokens (prompt and expected output) that one process's queue of a model and class gives to workers a
+    second.
 
     Kept per worker, so that it grows and shrinks with the fleet. What is dispatched while nobody waits says
     how much was asked for, and does not count.

@@ -6,6 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from schemas.priority import PriorityClass
 from streams.admission.overload import Overload
 from streams.admission.shedding import ShedLevel
 
@@ -30,11 +31,14 @@ class LoadFigures(Collector):
         drain = GaugeMetricFamily(
             "headrace_admission_drain_tokens_per_second",
             "Prompt and expected output that leaves the queue while something waits there",
-            labels=["model"],
+            labels=["model", "class"],
         )
         for model, figures in self._overload.levels().items():
-            for family, value in zip((level, kv_use, drain), figures, strict=True):
+            for family, value in zip((level, kv_use), figures, strict=True):
                 family.add_metric([model], float(value))
+        for model, rates in self._overload.drain_rates().items():
+            for priority, rate in zip(PriorityClass, rates, strict=True):
+                drain.add_metric([model, priority.label], rate)
         yield from (level, kv_use, drain)
         shed = CounterMetricFamily(
             "headrace_admission_shed_requests",

@@ -18,9 +18,13 @@ from streams.admission.worker import Worker
 ONLINE = (PriorityClass.INTERACTIVE, PriorityClass.FREE)
 # What nobody will wait for; a rate near zero would give no number at all.
 _FOR_EVER_MS = 3_600_000.0
-# The predictions' error is taken off by so much of each answer, and never trusted beyond this factor.
+# How far predictions are corrected at most. A prefill rate that was measured on short prompts says little of
+# long ones; a wait is off by those who come later and are served before, which is a matter of a few times.
+_MAX_PREFILL_CORRECTION = 16.0
+_MAX_WAIT_CORRECTION = 4.0
 _CORRECTION_WEIGHT = 0.05
-_MAX_CORRECTION = 16.0
+# Of shorter waits the clock's ticks are a part that counts.
+_MIN_CORRECTED_MS = 100.0
 _MAX_OUTCOMES = 10_000
 _SHED_BY = {"over_fair_share": ShedLevel.FAIR_SHARE, "free_class_shed": ShedLevel.REFUSE_FREE}
 
@@ -35,24 +39,48 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Load:
-    """One model. `predicted_ms` and `real_ms` are running means of prefills at the workers."""
+class _Correction:
+    """What predictions have to be multiplied with, from running means of theirs and the real figures."""
 
-    ladder: Ladder
-    drain: DrainRate = field(default_factory=DrainRate)
-    tokens_per_s: float = 0.0
-    kv_use: float = 0.0
-    num_workers: int = 0
-    predicted_ms: float = 0.0
-    real_ms: float = 0.0
-    served_tokens: int = 0
-    worker_ms: int = 0
+    most: float
+    predicted: float = 0.0
+    real: float = 0.0
+
+    def note(self, predicted: float, real: float) -> None:
+        self.predicted += _CORRECTION_WEIGHT * (predicted - self.predicted)
+        self.real += _CORRECTION_WEIGHT * (real - self.real)
 
     @property
-    def correction(self) -> float:
-        if not self.predicted_ms:
+    def factor(self) -> float:
+        if not self.predicted:
             return 1.0
-        return min(_MAX_CORRECTION, max(1 / _MAX_CORRECTION, self.real_ms / self.predicted_ms))
+        return min(self.most, max(1 / self.most, self.real / self.predicted))
+
+
+@dataclass(slots=True)
+class _Queue:
+    """One model and class. `tokens_per_s` is how fast it drains while something waits in it."""
+
+    drain: DrainRate = field(default_factory=DrainRate)
+    tokens_per_s: float = 0.0
+    wait: _Correction = field(default_factory=lambda: _Correction(_MAX_WAIT_CORRECTION))
+
+    def drain_ms(self, tokens: float) -> float:
+        """How long so many tokens take to leave it; 0 where that is not known."""
+        return min(_FOR_EVER_MS, tokens * 1_000 / self.tokens_per_s) if self.tokens_per_s > 0 else 0.0
+
+
+@dataclass(slots=True)
+class _Load:
+    """One model."""
+
+    ladder: Ladder
+    queues: tuple[_Queue, ...] = field(default_factory=lambda: tuple(_Queue() for _ in PriorityClass))
+    prefill: _Correction = field(default_factory=lambda: _Correction(_MAX_PREFILL_CORRECTION))
+    kv_use: float = 0.0
+    num_workers: int = 0
+    served_tokens: int = 0
+    worker_ms: int = 0
 
 
 class Overload:
@@ -79,11 +107,12 @@ class Overload:
             load.worker_ms += load.num_workers * (0 if self._last is None else max(0, now - self._last))
             load.num_workers = len(workers)
             load.kv_use = self._router.kv_use(model)
-            online = [self._backlog.queue(model).classes[c] for c in ONLINE]
-            load.drain.tick(any(fair.num_requests for fair in online), load.num_workers, now)
             guess = sum(w.status.prefill_tokens_per_s + w.status.decode_tokens_per_s for w in workers)
-            load.tokens_per_s = load.drain.tokens_per_s(load.num_workers, guess)
-            before, wait_ms = load.ladder.level, max(fair.longest_wait_ms(now) for fair in online)
+            classes = self._backlog.queue(model).classes
+            for queue, fair in zip(load.queues, classes, strict=True):
+                queue.drain.tick(fair.num_requests > 0, load.num_workers, now)
+                queue.tokens_per_s = queue.drain.tokens_per_s(load.num_workers, guess)
+            before, wait_ms = load.ladder.level, max(classes[c].longest_wait_ms(now) for c in ONLINE)
             if load.ladder.update(wait_ms, load.kv_use, now):
                 changes.append(LevelChange(model, before, load.ladder.level, wait_ms, load.kv_use))
         self._last = now
@@ -93,9 +122,13 @@ class Overload:
         load = self._loads.get(model)
         return ShedLevel.NONE if load is None else load.ladder.level
 
-    def levels(self) -> dict[str, tuple[ShedLevel, float, float]]:
-        """By model: its level, KV use (0 … 1), tokens its queue drains a second."""
-        return {m: (load.ladder.level, load.kv_use, load.tokens_per_s) for m, load in self._loads.items()}
+    def levels(self) -> dict[str, tuple[ShedLevel, float]]:
+        """By model: its level, KV use (0 … 1)."""
+        return {m: (load.ladder.level, load.kv_use) for m, load in self._loads.items()}
+
+    def drain_rates(self) -> dict[str, list[float]]:
+        """By model and class: tokens that its queue drains a second."""
+        return {m: [queue.tokens_per_s for queue in load.queues] for m, load in self._loads.items()}
 
     def work(self) -> dict[str, tuple[int, int]]:
         """By model: tokens of requests that ended, and the time that its workers had for them (ms)."""
@@ -107,9 +140,12 @@ class Overload:
         classes = self._backlog.queue(request.model).classes
         fair, priority = classes[request.priority], request.priority
         tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + expected
+        queue = load.queues[priority]
         ahead = fair.tokens_ahead(request.tenant, weight, tokens)
-        ahead += sum(higher.num_tokens for higher in classes[:priority])
-        rate = load.tokens_per_s
+        wait_ms = queue.drain_ms(ahead) * queue.wait.factor
+        for i, higher in enumerate(classes[:priority]):
+            ahead += higher.num_tokens
+            wait_ms += load.queues[i].drain_ms(higher.num_tokens)
         workers = self._router.workers(request.model)
         prefills = [ms for w in workers if (ms := w.prefill_ms(tokens - expected)) is not None]
         return Arrival(
@@ -128,20 +164,26 @@ class Overload:
             tenant_requests=fair.tenant_requests(request.tenant),
             tenant_tokens=fair.tenant_tokens(request.tenant),
             share=fair.share(request.tenant, weight),
+            wait_correction=queue.wait.factor,
             ahead_tokens=ahead,
-            drain_tokens_per_s=rate,
-            wait_ms=min(_FOR_EVER_MS, ahead * 1_000 / rate) if rate > 0 else 0.0,
-            prefill_ms=min(prefills, default=0.0) * load.correction,
+            drain_tokens_per_s=queue.tokens_per_s,
+            wait_ms=min(_FOR_EVER_MS, wait_ms),
+            prefill_ms=min(prefills, default=0.0) * load.prefill.factor,
             num_workers=len(workers),
             kv_use=load.kv_use,
             shed_level=load.ladder.level,
         )
 
-    def dispatched(self, item: QueuedRequest, worker: Worker) -> float | None:
+    def dispatched(self, item: QueuedRequest, worker: Worker, queued_ms: int) -> float | None:
         """Left the queue for a worker that counts it now; how long its prefill is to take, uncorrected."""
         load = self._loads.get(item.request.model)
-        if load is not None and item.request.priority in ONLINE:
-            load.drain.served(item.tokens)
+        if load is not None:
+            queue, seen = load.queues[item.request.priority], item.arrival
+            queue.drain.served(item.tokens)
+            if item.request.attempt == 1 and seen is not None:
+                predicted_ms = seen.wait_ms / seen.wait_correction
+                if max(predicted_ms, queued_ms) >= _MIN_CORRECTED_MS:
+                    queue.wait.note(predicted_ms, queued_ms)
         return worker.prefill_ms()
 
     def refused(self, refusal: Refusal) -> None:
@@ -160,13 +202,13 @@ class Overload:
         real_ms = float(known.queued_ms + first_token_ms)
         self.outcomes.append(Outcome(usage.priority, known.predicted_ms, real_ms))
         if load is not None and known.prefill_ms is not None:
-            load.predicted_ms += _CORRECTION_WEIGHT * (known.prefill_ms - load.predicted_ms)
-            load.real_ms += _CORRECTION_WEIGHT * (first_token_ms - load.real_ms)
+            load.prefill.note(known.prefill_ms, first_token_ms)
 
     def retry_after_ms(self, model: str) -> int:
         """When what waits now is gone, by the rate at which the queue drains."""
         load = self._loads.get(model)
-        tokens = sum(fair.num_tokens for fair in self._backlog.queue(model).classes)
-        if load is None or not load.tokens_per_s:
+        if load is None:
             return RETRY_LATER_MS
-        return retry_after(tokens * 1_000 / load.tokens_per_s)
+        classes = self._backlog.queue(model).classes
+        waits = (queue.drain_ms(fair.num_tokens) for queue, fair in zip(load.queues, classes, strict=True))
+        return retry_after(sum(waits))

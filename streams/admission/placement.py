@@ -67,7 +67,7 @@ class Placement:
         candidates = self.decisions.candidates(item, worker, self.router)
         entry = self.router.dispatch(worker, request, item.expected_output_tokens, item.prefix)
         waited = max(0, now - item.queued_at)
-        prefill = self.overload.dispatched(item, worker)
+        prefill = self.overload.dispatched(item, worker, waited)
         self.memory.assigned(item, worker, entry, now, prefill)
         self.decisions.dispatched(item, worker, entry, waited, prefill, candidates)
         return assign(item, worker, entry, waited)

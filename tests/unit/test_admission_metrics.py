@@ -33,7 +33,7 @@ def test_the_load_of_each_model() -> None:
     found = values(metrics)
     assert found['headrace_admission_shed_level{model="simulated"}'] == ShedLevel.PAUSE_BATCH
     assert found['headrace_admission_kv_use{model="simulated"}'] == 0.95
-    assert found['headrace_admission_drain_tokens_per_second{model="simulated"}'] > 0
+    assert found['headrace_admission_drain_tokens_per_second{class="interactive",model="simulated"}'] > 0
     assert found['headrace_admission_shed_requests_total{level="fair_share"}'] == 2
     assert found['headrace_admission_shed_requests_total{level="cap_free"}'] == 0
     assert found['headrace_admission_served_tokens_total{model="simulated"}'] == 14

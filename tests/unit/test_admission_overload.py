@@ -31,6 +31,7 @@ CALM: dict[str, Any] = {
     "tenant_requests": 5,
     "tenant_tokens": 5_000,
     "share": 0.5,
+    "wait_correction": 1.0,
     "ahead_tokens": 10_000.0,
     "drain_tokens_per_s": 1_000.0,
     "wait_ms": 10_000.0,
@@ -70,6 +71,7 @@ def test_a_tenant_above_its_share_is_refused_while_its_class_waits() -> None:
     assert refused(shed_level=3) == ("over_fair_share", 8_000)
     assert refused(shed_level=2) is None
     assert refused(shed_level=3, tenant_tokens=1_000) is None
+    assert refused(shed_level=3, tenant_tokens=1_000, wait_correction=2.0) == ("over_fair_share", 2_000)
     assert refused(shed_level=3, tenant_requests=1) is None  # two at once are no flood
     assert refused(shed_level=3, class_wait_ms=900) is None  # another class waits, not this one
     assert refused(shed_level=3, priority=2) is None
@@ -222,6 +224,24 @@ def test_one_tenant_at_twenty_times_its_share_is_refused_and_no_other() -> None:
     assert spike.refused(*others) == []
     assert spike.driver.rejections()
     assert {r.code for r in spike.driver.rejections()} == {"over_fair_share"}
+
+
+def test_waits_are_predicted_though_others_come_later_and_go_first() -> None:
+    """Of 200 requests a second that are served, 150 are interactive: class free has what they leave."""
+    spike = Spike(200)
+    spike.tenant("paid")
+    spike.tenant("free")
+    for _ in range(150):
+        spike.step(
+            [spike.driver.request(tenant="paid") for _ in range(15)]
+            + [spike.driver.request(tenant="free", priority=1) for _ in range(6)]
+        )
+    decisions = spike.driver.admission.decisions.drain()
+    served = [d.inputs for d in decisions if d.action == "dispatch" and d.tenant == "free"][300:]
+    errors = sorted(figures["wait_ms"] / figures["queued_ms"] for figures in served)
+    assert len(errors) > 300
+    assert 0.6 < errors[len(errors) // 2] < 1.5  # by the rate of both classes it would be a quarter
+    assert errors[len(errors) // 10] > 0.4
 
 
 def test_with_capacity_for_it_a_spike_changes_nothing() -> None:
