@@ -91,7 +91,7 @@ class BlockPool:
         Raises NoFreeBlocksError when fewer than `n` are free.
         """
         free = self._free
-        if n > self.num_free_blocks:
+        if n > len(free) + len(self._free_cached):
             raise NoFreeBlocksError(
                 f"{n} blocks asked for, {self.num_free_blocks} of {self.num_blocks} are free"
             )

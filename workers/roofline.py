@@ -10,6 +10,7 @@ parallelism costs in all-reduces is part of the utilisation.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from workers.block_pool import BLOCK_SIZE
 
@@ -45,7 +46,7 @@ DEVICES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelShape:
     """A decoder with grouped-query attention and a gated feed-forward layer (Llama's kind)."""
 
@@ -57,13 +58,13 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
 
-    @property
+    @cached_property  # asked for in every step
     def layer_parameters(self) -> int:
         """All matrices that every token is multiplied with."""
         attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
-    @property
+    @cached_property
     def head_parameters(self) -> int:
         """The output matrix: only tokens that sample meet it. The input embedding has the same size."""
         return self.hidden_size * self.vocab_size

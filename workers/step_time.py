@@ -1,5 +1,7 @@
 """How long a step will take, learned from the steps that were."""
 
+from collections.abc import Iterable
+
 # A step that is n steps old counts FORGET ** n: half as much after 69 steps.
 _FORGET = 0.99
 # (tokens/s)². Below it a feature was not seen for thousands of steps: what is known of it is kept as it is.
@@ -13,6 +15,7 @@ _GROWTH = 2.0
 _FIRST_SEQS = 2
 _FIRST_TOKENS = 64
 _SEEN_DECAY = 0.999
+_SWEEPS = (1, 2)
 
 
 class StepTimeModel:
@@ -84,38 +87,54 @@ class StepTimeModel:
 
     def observe(self, num_seqs: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
         """Learns from a step that took `seconds`."""
-        self._seen_seqs = max(num_seqs, self._seen_seqs * _SEEN_DECAY)
-        self._seen_tokens = max(num_tokens, self._seen_tokens * _SEEN_DECAY)
-        line = self.line(num_seqs, num_tokens, num_context_tokens)
-        if line / _ODD < seconds < line * _ODD:
-            has_chunks = num_tokens > 0
-            self._miss[has_chunks] += _MISS_WEIGHT * (seconds / line - self._miss[has_chunks])
-        x0 = 1.0 / max(seconds, 1e-6)
-        x1, x2, x3 = num_seqs * x0, num_tokens * x0, num_context_tokens * x0
-        a, b, f = self._a, self._b, _FORGET
-        a00 = a[0] = a[0] * f + x0 * x0
-        a01 = a[1] = a[1] * f + x0 * x1
-        a02 = a[2] = a[2] * f + x0 * x2
-        a03 = a[3] = a[3] * f + x0 * x3
-        a11 = a[4] = a[4] * f + x1 * x1
-        a12 = a[5] = a[5] * f + x1 * x2
-        a13 = a[6] = a[6] * f + x1 * x3
-        a22 = a[7] = a[7] * f + x2 * x2
-        a23 = a[8] = a[8] * f + x2 * x3
-        a33 = a[9] = a[9] * f + x3 * x3
-        b0 = b[0] = b[0] * f + x0
-        b1 = b[1] = b[1] * f + x1
-        b2 = b[2] = b[2] * f + x2
-        b3 = b[3] = b[3] * f + x3
+        self.observe_steps(num_seqs, num_tokens, ((num_context_tokens, seconds),))
+
+    def observe_steps(self, num_seqs: int, num_tokens: int, steps: Iterable[tuple[int, float]]) -> None:
+        """Learns from steps of one size that followed one another: (context tokens, seconds) of each."""
+        a00, a01, a02, a03, a11, a12, a13, a22, a23, a33 = self._a
+        b0, b1, b2, b3 = self._b
         t0, t1, t2, t3 = self.base, self.per_seq, self.per_token, self.per_context
-        for _ in range(2):
-            if a22 > _FORGOTTEN:
-                t2 = (b2 - a02 * t0 - a12 * t1 - a23 * t3) / a22
-                t2 = t2 if t2 > 0.0 else 0.0  # a third of max()'s time, eight times a step
-            t1 = (b1 - a01 * t0 - a12 * t2 - a13 * t3) / a11
-            t1 = t1 if t1 > 0.0 else 0.0
-            t3 = (b3 - a03 * t0 - a13 * t1 - a23 * t2) / a33
-            t3 = t3 if t3 > 0.0 else 0.0
-            t0 = (b0 - a01 * t1 - a02 * t2 - a03 * t3) / a00
-            t0 = t0 if t0 > 0.0 else 0.0
+        seen_seqs, seen_tokens = self._seen_seqs, self._seen_tokens
+        has_chunks = num_tokens > 0
+        miss, f = self._miss[has_chunks], _FORGET
+        for num_context_tokens, seconds in steps:
+            seen_seqs *= _SEEN_DECAY
+            if seen_seqs < num_seqs:
+                seen_seqs = num_seqs
+            seen_tokens *= _SEEN_DECAY
+            if seen_tokens < num_tokens:
+                seen_tokens = num_tokens
+            line = t0 + t1 * num_seqs + t2 * num_tokens + t3 * num_context_tokens
+            if line / _ODD < seconds < line * _ODD:
+                miss += _MISS_WEIGHT * (seconds / line - miss)
+            x0 = 1.0 / (seconds if seconds > 1e-6 else 1e-6)
+            x1, x2, x3 = num_seqs * x0, num_tokens * x0, num_context_tokens * x0
+            a00 = a00 * f + x0 * x0
+            a01 = a01 * f + x0 * x1
+            a02 = a02 * f + x0 * x2
+            a03 = a03 * f + x0 * x3
+            a11 = a11 * f + x1 * x1
+            a12 = a12 * f + x1 * x2
+            a13 = a13 * f + x1 * x3
+            a22 = a22 * f + x2 * x2
+            a23 = a23 * f + x2 * x3
+            a33 = a33 * f + x3 * x3
+            b0 = b0 * f + x0
+            b1 = b1 * f + x1
+            b2 = b2 * f + x2
+            b3 = b3 * f + x3
+            for _ in _SWEEPS:
+                if a22 > _FORGOTTEN:
+                    t2 = (b2 - a02 * t0 - a12 * t1 - a23 * t3) / a22
+                    t2 = t2 if t2 > 0.0 else 0.0  # a third of max()'s time
+                t1 = (b1 - a01 * t0 - a12 * t2 - a13 * t3) / a11
+                t1 = t1 if t1 > 0.0 else 0.0
+                t3 = (b3 - a03 * t0 - a13 * t1 - a23 * t2) / a33
+                t3 = t3 if t3 > 0.0 else 0.0
+                t0 = (b0 - a01 * t1 - a02 * t2 - a03 * t3) / a00
+                t0 = t0 if t0 > 0.0 else 0.0
+        self._a = [a00, a01, a02, a03, a11, a12, a13, a22, a23, a33]
+        self._b = [b0, b1, b2, b3]
         self.base, self.per_seq, self.per_token, self.per_context = t0, t1, t2, t3
+        self._seen_seqs, self._seen_tokens = seen_seqs, seen_tokens
+        self._miss[has_chunks] = miss

@@ -8,7 +8,7 @@ from typing import Any
 
 import uvloop
 
-from infra.benchmarks import engine, failover, gateway, http, idle_streams, overhead
+from infra.benchmarks import engine, failover, gateway, http, idle_streams, overhead, simulator
 
 _BENCHMARKS: dict[str, Any] = {
     "overhead": overhead,
@@ -17,6 +17,7 @@ _BENCHMARKS: dict[str, Any] = {
     "gateway": gateway,
     "failover": failover,
     "idle_streams": idle_streams,
+    "simulator": simulator,
 }
 
 

@@ -135,23 +135,26 @@ class DecodeRun:
 
     def carry_out(self, num_steps: int) -> list[Request]:
         """The first `num_steps` of the plan. Returns the requests that ended with the last of them."""
-        num_seqs, batch, observe = len(self._members), self._batch, self._scheduler.observe
+        num_seqs, batch, meter = len(self._members), self._batch, self._scheduler.meter
         block_size, buckets = self._kv.block_size, self._buckets
         caching, cache_computed = self._kv.hasher is not None, self._kv.cache_computed
         step, context = self.num_done, self._num_context_tokens
+        steps: list[tuple[int, float]] = []
         for seconds in self._seconds[:num_steps]:
             step += 1
             context += num_seqs
             for member in buckets[step % block_size]:
                 self._grow(member, step)
-            batch.num_context_tokens = context
-            observe(batch, seconds)
+            steps.append((context, seconds))
+            meter.add(batch, seconds)
             if caching:
                 # Those whose block is full now. At once: a block of the same hash may be evicted later.
                 for member in buckets[(step + 1) % block_size]:
                     if member.end > step:
                         self._sync(member, step)
                         cache_computed(member.request)
+        # As `Scheduler.observe` does. Nobody asks the model before the last of these steps is over.
+        self._scheduler.step_time.observe_steps(num_seqs, 0, steps)
         self.num_done, self._num_context_tokens = step, context
         del self.ends[:num_steps], self._seconds[:num_steps]
         ended: list[Request] = []
