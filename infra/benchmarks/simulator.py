@@ -2,8 +2,8 @@
 
 The same requests both ways, by the wall clock; the fastest of some runs counts, for a shared machine only
 ever adds. There are no shared prompts, so nothing is cached or routed by prefix. `chat` is four workers of an
-8b model with Poisson arrivals; `chat_beside_batch` has batch work in every place that they leave, so that most
-steps are held to an inter-token target.
+8b model with Poisson arrivals; `chat_beside_batch` has batch work in every place that they leave, so that
+most steps are held to an inter-token target.
 """
 
 import argparse
