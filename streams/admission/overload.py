@@ -23,8 +23,8 @@ _FOR_EVER_MS = 3_600_000.0
 _MAX_PREFILL_CORRECTION = 16.0
 _MAX_WAIT_CORRECTION = 4.0
 _CORRECTION_WEIGHT = 0.05
-# Of shorter waits the clock's ticks are a part that counts.
-_MIN_CORRECTED_MS = 100.0
+# Shorter waits are a matter of chance.
+_MIN_CORRECTED_MS = 20.0
 _MAX_OUTCOMES = 10_000
 _SHED_BY = {"over_fair_share": ShedLevel.FAIR_SHARE, "free_class_shed": ShedLevel.REFUSE_FREE}
 
@@ -142,11 +142,13 @@ class Overload:
         tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + expected
         queue = load.queues[priority]
         ahead = fair.tokens_ahead(request.tenant, weight, tokens)
+        workers = self._router.workers(request.model)
+        if not ahead and workers and not any(w.has_room(request, expected, None) for w in workers):
+            ahead = float(tokens)  # it waits until that much room is made
         wait_ms = queue.drain_ms(ahead) * queue.wait.factor
         for i, higher in enumerate(classes[:priority]):
             ahead += higher.num_tokens
             wait_ms += load.queues[i].drain_ms(higher.num_tokens)
-        workers = self._router.workers(request.model)
         prefills = [ms for w in workers if (ms := w.prefill_ms(tokens - expected)) is not None]
         return Arrival(
             priority=priority,
@@ -178,13 +180,18 @@ class Overload:
         """Left the queue for a worker that counts it now; how long its prefill is to take, uncorrected."""
         load = self._loads.get(item.request.model)
         if load is not None:
-            queue, seen = load.queues[item.request.priority], item.arrival
-            queue.drain.served(item.tokens)
-            if item.request.attempt == 1 and seen is not None:
-                predicted_ms = seen.wait_ms / seen.wait_correction
-                if max(predicted_ms, queued_ms) >= _MIN_CORRECTED_MS:
-                    queue.wait.note(predicted_ms, queued_ms)
+            load.queues[item.request.priority].drain.served(item.tokens)
+            self.waited(item, queued_ms)
         return worker.prefill_ms()
+
+    def waited(self, item: QueuedRequest, queued_ms: int) -> None:
+        """It waited so long until it was dispatched, or given up."""
+        load, seen = self._loads.get(item.request.model), item.arrival
+        if load is None or seen is None or item.request.attempt > 1:
+            return
+        predicted_ms = seen.wait_ms / seen.wait_correction
+        if max(predicted_ms, queued_ms) >= _MIN_CORRECTED_MS:
+            load.queues[item.request.priority].wait.note(predicted_ms, queued_ms)
 
     def refused(self, refusal: Refusal) -> None:
         """A request was not let in."""

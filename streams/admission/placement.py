@@ -55,10 +55,10 @@ class Placement:
     def overdue(self, now: int) -> list[Action]:
         """Ends what has waited as long as it may."""
         evict, wait_ms = self.refusing.evict, self.policy.no_worker_wait_ms
-        late: list[Action] = [
-            evict(item, expired(self.overload.retry_after_ms(item.request.model)), now)
-            for item in self.backlog.expired(now)
-        ]
+        late: list[Action] = []
+        for item in self.backlog.expired(now):
+            self.overload.waited(item, now - item.queued_at)
+            late.append(evict(item, expired(self.overload.retry_after_ms(item.request.model)), now))
         unserved = self.backlog.without_worker(now, wait_ms)
         return late + [evict(item, no_worker(item.request.model, wait_ms), now) for item in unserved]
 
