@@ -8,13 +8,14 @@ from typing import Any
 
 import uvloop
 
-from infra.benchmarks import engine, failover, gateway, http, idle_streams, overhead, simulator
+from infra.benchmarks import admission, engine, failover, gateway, http, idle_streams, overhead, simulator
 
 _BENCHMARKS: dict[str, Any] = {
     "overhead": overhead,
     "http": http,
     "engine": engine,
     "gateway": gateway,
+    "admission": admission,
     "failover": failover,
     "idle_streams": idle_streams,
     "simulator": simulator,

@@ -69,6 +69,7 @@ class Worker:
     suspects: set[bytes] = field(default_factory=set)
     sent: SentPrefixes = field(default_factory=SentPrefixes)
     _next_offsets: list[int] = field(default_factory=lambda: [0] * len(PriorityClass))
+    _num_acked: list[int] = field(default_factory=lambda: [0] * len(PriorityClass))
 
     @property
     def takes_requests(self) -> bool:
@@ -202,11 +203,13 @@ class Worker:
 
     def acked(self, entry: InFlight, offset: int) -> None:
         """The dispatch lies at `offset` of its mailbox partition."""
-        entry.offset = offset
         next_offsets = self._next_offsets
         next_offsets[entry.priority] = max(next_offsets[entry.priority], offset + 1)
         if self.counts(entry.priority, offset):
             self.remove(entry)
+        else:
+            entry.offset = offset
+            self._num_acked[entry.priority] += 1
         self._count_unseen()
 
     def remove(self, entry: InFlight) -> None:
@@ -229,13 +232,14 @@ class Worker:
         self.in_flight_seqs -= 1
         self.in_flight_blocks -= entry.blocks
         self.in_flight_prefill -= entry.prefill_tokens
+        if entry.offset is not None:
+            self._num_acked[entry.priority] -= 1
 
     def _count_unseen(self) -> None:
         # What lies between the heartbeat's offset and our newest ack, less what of it is ours.
         self.unseen_seqs = 0
-        for read, end, dispatched in zip(
-            self.status.mailbox_offsets, self._next_offsets, self.in_flight, strict=False
+        for read, end, ours in zip(
+            self.status.mailbox_offsets, self._next_offsets, self._num_acked, strict=False
         ):
             if end > read:
-                ours = sum(1 for entry in dispatched if entry.offset is not None)
                 self.unseen_seqs += max(0, end - read - ours)

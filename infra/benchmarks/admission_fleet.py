@@ -1,0 +1,200 @@
+"""Owners and one worker for the benchmark of admission: they write and read the log, and compute nothing."""
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+
+from schemas import topics
+from schemas.catalog import SIMULATED_MODEL
+from schemas.codec import default_codec, encode
+from schemas.fleet import (
+    CONSUMER_SETTINGS,
+    HEARTBEAT_INTERVAL_S,
+    HEARTBEAT_PRODUCER_SETTINGS,
+    PRODUCER_SETTINGS,
+    join,
+    publish_schemas,
+)
+from schemas.headers import ReplyTo, reply_headers, reply_to
+from schemas.priority import PriorityClass
+from schemas.records import (
+    ClassLimits,
+    Heartbeat,
+    InferenceRequest,
+    SamplingParams,
+    Tenant,
+    Usage,
+    WorkerStatus,
+)
+from schemas.topics import Layout
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 100, 16
+_BLOCKS = 1 << 20
+_NO_BOUND = 10**12
+
+
+def tenant_name(number: int) -> str:
+    return f"tenant-{number}"
+
+
+class BenchFleet:
+    """`dispatched_at`: by request id, when its Dispatch was read (s of time.perf_counter).
+
+    While `ends_at_once`, the worker ends all that it is given; else it holds it until `end`.
+    """
+
+    def __init__(self, kafka: str, layout: Layout) -> None:
+        self.layout = layout
+        self.max_num_seqs = 256
+        self.ends_at_once = True
+        self.held: deque[InferenceRequest] = deque()
+        self.dispatched_at: dict[bytes, float] = {}
+        self._requests: dict[bytes, InferenceRequest] = {}
+        self._read = [0] * topics.NUM_CLASSES
+        self._epoch = 0
+        self._to_end = 0
+        self._moved = asyncio.Event()
+        self.producer = AIOKafkaProducer(bootstrap_servers=kafka, **PRODUCER_SETTINGS)
+        self._heartbeats = AIOKafkaProducer(bootstrap_servers=kafka, **HEARTBEAT_PRODUCER_SETTINGS)
+        self._mailbox = AIOKafkaConsumer(bootstrap_servers=kafka, **CONSUMER_SETTINGS)
+
+    async def put_tenants(self, numbers: Sequence[int]) -> None:
+        """With limits that nobody reaches, so that they are counted."""
+        limits = [ClassLimits(p, tokens_per_minute=_NO_BOUND, requests_per_minute=_NO_BOUND) for p in (0, 1)]
+        for number in numbers:
+            tenant = Tenant(tenant_name(number), 0, [], limits)
+            await self.producer.send(topics.TENANTS, encode(tenant), key=tenant.name.encode(), partition=0)
+        await self.producer.flush()
+
+    async def send(self, tenant: int, priority: PriorityClass) -> bytes:
+        """Appends a request, acked or not; its id."""
+        request = InferenceRequest(
+            request_id=os.urandom(16),
+            attempt=1,
+            tenant=tenant_name(tenant),
+            priority=priority,
+            model=SIMULATED_MODEL,
+            prompt_token_ids=list(range(1_000, 1_000 + PROMPT_TOKENS)),
+            output_token_ids=[],
+            sampling=SamplingParams(max_tokens=OUTPUT_TOKENS),
+            reply_partition=priority,
+            owner_epoch=1,
+            accepted_at=time.time_ns() // 1_000_000,
+            end_ms=3_600_000,
+        )
+        self._requests[request.request_id] = request
+        to = ReplyTo(request.request_id, 1, request.reply_partition)
+        partition = topics.tenant_partition(request.tenant, priority, self.layout.shards)
+        await self.producer.send(
+            topics.REQUESTS, encode(request), partition=partition, headers=reply_headers(to)
+        )
+        return request.request_id
+
+    async def end(self, count: int) -> None:
+        """Ends the `count` requests that the worker holds for the longest, as soon as it holds them."""
+        self._to_end += count
+        while self._to_end and self.held:
+            self._to_end -= 1
+            await self._end(self.held.popleft())
+
+    async def until_dispatched(self, count: int, timeout_s: float) -> None:
+        """Returns when so many were dispatched in all. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while len(self.dispatched_at) < count:
+                self._moved.clear()
+                await self._moved.wait()
+
+    async def _end(self, request: InferenceRequest) -> None:
+        now = time.time_ns() // 1_000_000
+        usage = Usage(
+            request_id=request.request_id,
+            attempt=1,
+            sealed=False,
+            tenant=request.tenant,
+            priority=request.priority,
+            model=request.model,
+            input_tokens=PROMPT_TOKENS,
+            cached_tokens=0,
+            output_tokens=OUTPUT_TOKENS,
+            finish_reason="length",
+            accepted_at=request.accepted_at,
+            ended_at=now,
+            slot=0,
+            epoch=self._epoch,
+            first_token_ms=5,
+        )
+        partition = topics.tenant_partition(request.tenant, request.priority, self.layout.shards)
+        await self.producer.send(topics.USAGE, encode(usage), partition=partition)
+
+    async def _read_mailbox(self) -> None:
+        while True:
+            for partition, records in (await self._mailbox.getmany(timeout_ms=1_000)).items():
+                now = time.perf_counter()
+                for record in records:
+                    to = reply_to(record.headers)
+                    request = None if to is None else self._requests.pop(to.request_id, None)
+                    if request is None:
+                        continue  # another run's of this benchmark
+                    self.dispatched_at[request.request_id] = now
+                    if self.ends_at_once:
+                        await self._end(request)
+                    else:
+                        self.held.append(request)
+                self._read[partition.partition] = records[-1].offset + 1
+            await self.end(0)
+            self._moved.set()
+
+    async def _beat(self, nonce: bytes) -> None:
+        while True:
+            status = WorkerStatus(
+                model=SIMULATED_MODEL,
+                max_model_len=32_768,
+                draining=False,
+                num_blocks=_BLOCKS,
+                free_blocks=_BLOCKS - 8 * len(self.held),
+                block_size=16,
+                max_num_seqs=self.max_num_seqs,
+                num_running=len(self.held),
+                num_waiting=[0, 0, 0],
+                queued_prefill_tokens=0,
+                mailbox_offsets=list(self._read),
+                step_age_ms=0,
+                step_time_ms=5.0,
+                prefill_tokens_per_s=50_000.0,
+                decode_tokens_per_s=5_000.0,
+                canary="ok",
+            )
+            heartbeat = Heartbeat("worker", 0, self._epoch, nonce, worker=status)
+            await self._heartbeats.send_and_wait(topics.HEARTBEATS, encode(heartbeat), partition=0)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Joins as worker 0 and lives; what ends one of its tasks ends the block."""
+        clients = (self.producer, self._heartbeats, self._mailbox)
+        started = []
+        try:
+            for client in clients:
+                await client.start()
+                started.append(client)
+            await publish_schemas(self.producer, default_codec().schemas())
+            mailboxes = [TopicPartition(topics.PREFILL, topics.partition(0, p)) for p in PriorityClass]
+            ends = await self._mailbox.end_offsets(mailboxes)
+            self._mailbox.assign(mailboxes)
+            for mailbox, end in ends.items():
+                self._mailbox.seek(mailbox, end)
+                self._read[mailbox.partition] = end
+            self._epoch, nonce = await join(self.producer, "worker", 0, model=SIMULATED_MODEL)
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._read_mailbox()), group.create_task(self._beat(nonce))]
+                yield
+                for task in tasks:
+                    task.cancel()
+        finally:
+            for client in started:
+                await client.stop()
