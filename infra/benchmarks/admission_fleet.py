@@ -165,8 +165,9 @@ class BenchFleet:
                 mailbox_offsets=list(self._read),
                 step_age_ms=0,
                 step_time_ms=5.0,
-                prefill_tokens_per_s=50_000.0,
-                decode_tokens_per_s=5_000.0,
+                # So fast that prompts need not wait for it.
+                prefill_tokens_per_s=1e7,
+                decode_tokens_per_s=1e5,
                 canary="ok",
             )
             heartbeat = Heartbeat("worker", 0, self._epoch, nonce, worker=status)

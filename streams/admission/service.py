@@ -1,6 +1,7 @@
 """One admission process: what it starts, in which order, and how each part ends."""
 
 import asyncio
+import gc
 import logging
 import tempfile
 import time
@@ -31,6 +32,8 @@ from streams.parts import Parts, run_parts
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
+# Full collections are for cycles that libraries leave: a few an hour.
+_GC_THRESHOLDS = (10_000, 10, 50)
 _LOOK_S = 0.02
 
 
@@ -154,6 +157,11 @@ class AdmissionService:
         # 4. Requests come last: by now all that decides about them is known.
         async with asyncio.timeout(START_TIMEOUT_S):
             await parts.start_faust(app)
+        # What waits is freed by its last reference, not by the collector, whose walks over 50,000 requests
+        # take 0.15 ms of each that comes (measured) and 100 ms at a time.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
 
     def _on_stopping(self) -> None:
         self._stopping = True

@@ -60,7 +60,6 @@ class Worker:
     in_flight: tuple[deque[InFlight], ...] = field(default_factory=_empty_mailboxes)
     in_flight_seqs: int = 0
     in_flight_blocks: int = 0
-    in_flight_prefill: int = 0
     unseen_seqs: int = 0
     ended_seqs: int = 0
     ended_blocks: int = 0
@@ -69,6 +68,7 @@ class Worker:
     suspects: set[bytes] = field(default_factory=set)
     sent: SentPrefixes = field(default_factory=SentPrefixes)
     _next_offsets: list[int] = field(default_factory=lambda: [0] * len(PriorityClass))
+    _in_flight_prefill: list[int] = field(default_factory=lambda: [0] * len(PriorityClass))
     _num_acked: list[int] = field(default_factory=lambda: [0] * len(PriorityClass))
 
     @property
@@ -88,6 +88,11 @@ class Worker:
             # Those of others are taken to be like ours.
             taken += taken * self.unseen_seqs // self.in_flight_seqs
         return min(self.status.num_blocks, self._told_free_blocks - taken)
+
+    @property
+    def in_flight_prefill(self) -> int:
+        """Prompt tokens to be computed of what is on its way."""
+        return sum(self._in_flight_prefill)
 
     @property
     def load(self) -> float:
@@ -149,13 +154,14 @@ class Worker:
         """
         status, up_to = self.status, request.priority + 1
         num_ahead, num_waiting = sum(status.num_waiting[:up_to]), sum(status.num_waiting)
-        on_their_way = [entry.prefill_tokens for entries in self.in_flight[:up_to] for entry in entries]
-        if not num_ahead and not on_their_way:
+        if not num_ahead and not any(self.in_flight[:up_to]):
             return False
         most = max(PREFILL_SCALE, PREFILL_AHEAD_S * status.prefill_tokens_per_s)
         # Each running sequence counts one token among the queued ones: its next.
         queued = status.queued_prefill_tokens - status.num_running
-        ahead = sum(on_their_way) + (queued * num_ahead / num_waiting if num_waiting else queued)
+        ahead = sum(self._in_flight_prefill[:up_to]) + (
+            queued * num_ahead / num_waiting if num_waiting else queued
+        )
         own = len(request.prompt_token_ids) + len(request.output_token_ids)
         return ahead + min(own, most / 2) > most
 
@@ -199,7 +205,7 @@ class Worker:
         self.in_flight[entry.priority].append(entry)
         self.in_flight_seqs += 1
         self.in_flight_blocks += entry.blocks
-        self.in_flight_prefill += entry.prefill_tokens
+        self._in_flight_prefill[entry.priority] += entry.prefill_tokens
 
     def acked(self, entry: InFlight, offset: int) -> None:
         """The dispatch lies at `offset` of its mailbox partition."""
@@ -231,7 +237,7 @@ class Worker:
     def _uncount(self, entry: InFlight) -> None:
         self.in_flight_seqs -= 1
         self.in_flight_blocks -= entry.blocks
-        self.in_flight_prefill -= entry.prefill_tokens
+        self._in_flight_prefill[entry.priority] -= entry.prefill_tokens
         if entry.offset is not None:
             self._num_acked[entry.priority] -= 1
 
