@@ -45,6 +45,10 @@ class Backlog:
         """Those that something waits for."""
         return [model for model, queue in self._queues.items() if queue.waiting]
 
+    def tenant_tokens(self, tenant: str, priority: int) -> int:
+        """What waits of a tenant in a class, over all models."""
+        return sum(queue.classes[priority].tenant_tokens(tenant) for queue in self._queues.values())
+
     # NOTE: nothing of a lower class goes to a worker while a higher one of the model waits for room, here or
     # at another process, but for the floor, which ends with the room; batch never goes before interactive.
     def take(

@@ -12,7 +12,7 @@ from streams.admission.overload import Overload
 from streams.admission.refusing import Refusing
 from streams.admission.router import Router
 from streams.admission.tenants import Tenants
-from streams.admission.waiting import WaitingPolicy, expired, no_worker, over_bounds
+from streams.admission.waiting import WaitingPolicy, expired, no_worker, over_allowance, over_bounds
 from streams.admission.worker import Worker
 
 
@@ -46,7 +46,9 @@ class Placement:
         fair = queue.classes[request.priority]
         allowance = self.tenants.max_enqueued_tokens(request.tenant, request.priority)
         retry_after_ms = self.overload.retry_after_ms(request.model)
-        refusal = over_bounds(self.policy, fair, item, allowance, retry_after_ms)
+        waiting = self.backlog.tenant_tokens(request.tenant, request.priority)
+        refusal = over_allowance(waiting, allowance, retry_after_ms)
+        refusal = refusal or over_bounds(self.policy, fair, item, retry_after_ms)
         if refusal is not None and request.attempt == 1:
             return self.refusing.evict(item, refusal, now)
         self.backlog.watch(item)

@@ -27,15 +27,20 @@ def wait_until(policy: WaitingPolicy, request: InferenceRequest) -> int:
     return request.accepted_at + wait_ms
 
 
-def over_bounds(
-    policy: WaitingPolicy, fair: FairQueue, item: QueuedRequest, allowance: int | None, retry_after_ms: int
-) -> Refusal | None:
-    """Why `item`, which waits in `fair` already, may not. `allowance`: tokens its tenant may have waiting."""
-    request = item.request
-    if allowance is not None and fair.tenant_tokens(request.tenant) > allowance:
+def over_allowance(waiting: int, allowance: int | None, retry_after_ms: int) -> Refusal | None:
+    """Why a request, which is among those that make `waiting` tokens of its tenant, may not wait."""
+    if allowance is not None and waiting > allowance:
         return Refusal(
             429, "enqueued_tokens_exceeded", f"the limit is {allowance} tokens waiting", retry_after_ms
         )
+    return None
+
+
+def over_bounds(
+    policy: WaitingPolicy, fair: FairQueue, item: QueuedRequest, retry_after_ms: int
+) -> Refusal | None:
+    """Why `item`, which waits in `fair` already, may not."""
+    request = item.request
     # One request alone may wait whatever its size, else it could never be served.
     too_many_tokens = fair.num_tokens > policy.max_queued_tokens and fair.num_requests > 1
     if fair.num_requests > policy.max_queued_requests or too_many_tokens:

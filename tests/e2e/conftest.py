@@ -21,6 +21,7 @@ from schemas.records import ClassLimits
 T = TypeVar("T")
 CALL_TIMEOUT_S = 360.0
 TENANT = "acme"
+ADMIN_KEY = "the administrators' key of this stack"
 
 
 class RunningStack:
@@ -87,7 +88,13 @@ MakeStack = Callable[..., RunningStack]
 
 
 def simulated_config(data_dir: Path, **changes: Any) -> StackConfig:
-    settings = {"models_dir": data_dir, "models": (SIMULATED_MODEL,), "step_ms": 2.0, **changes}
+    settings = {
+        "models_dir": data_dir,
+        "models": (SIMULATED_MODEL,),
+        "step_ms": 2.0,
+        "settings": {"gateway": {"HEADRACE_ADMIN_KEY": ADMIN_KEY}},
+        **changes,
+    }
     return StackConfig(data_dir=data_dir, runner="simulated", **settings)
 
 

@@ -1,5 +1,6 @@
 """Refusals over the whole stack are real status codes in OpenAI's shape."""
 
+import time
 from typing import Any
 
 import httpx
@@ -7,7 +8,7 @@ import pytest
 
 from schemas.priority import PriorityClass
 from schemas.records import ClassLimits
-from tests.e2e.conftest import RunningStack
+from tests.e2e.conftest import ADMIN_KEY, RunningStack
 
 PATHS = ("/v1/generate", "/v1/chat/completions", "/v1/completions")
 
@@ -94,3 +95,38 @@ def test_five_parallel_requests_never_exceed_the_limit(simulated_stack: RunningS
     with simulated_stack.client(key) as client, ThreadPoolExecutor(5) as pool:
         answers = list(pool.map(lambda _: client.post("/v1/generate", json=body), range(5)))
     assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429]
+
+
+def test_what_an_administrator_says_is_in_force_within_two_seconds(simulated_stack: RunningStack) -> None:
+    """At gateways and at admission, with no restart of either."""
+    body = body_for("/v1/generate", simulated_stack, max_tokens=8)
+    with simulated_stack.client(ADMIN_KEY) as admin:
+        made = admin.post("/admin/v1/tenants", json={"name": "managed"})
+        assert made.status_code == 201
+        key = made.json()["key"]
+
+        def change(**fields: Any) -> None:
+            assert admin.patch("/admin/v1/tenants/managed", json=fields).status_code == 200
+
+        with simulated_stack.client(key) as client:
+
+            def within_two_seconds(status: int, code: str | None = None) -> None:
+                deadline = time.monotonic() + 2.0
+                while True:
+                    answer = client.post("/v1/generate", json=body)
+                    found = answer.json().get("error", {}).get("code")
+                    if (answer.status_code, found) == (status, code):
+                        return
+                    assert time.monotonic() < deadline, answer.text
+
+            within_two_seconds(200)
+            change(limits={"interactive": {"max_tokens": 4}})  # the gateway's to refuse
+            within_two_seconds(400, "max_tokens_too_large")
+            change(limits={"interactive": {"max_tokens": None, "tokens_per_minute": 1}})  # admission's
+            within_two_seconds(400, "tokens_per_minute_exceeded")
+            change(limits={"interactive": {"tokens_per_minute": None}}, allowed_models=[])
+            within_two_seconds(403, "model_not_allowed")
+            change(allowed_models=None)
+            within_two_seconds(200)
+            assert admin.delete("/admin/v1/tenants/managed").status_code == 200
+            within_two_seconds(401, "invalid_api_key")

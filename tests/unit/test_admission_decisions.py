@@ -409,6 +409,13 @@ def test_a_tenants_allowance_of_waiting_tokens() -> None:
     assert driver.refusal() == (429, "enqueued_tokens_exceeded")
 
 
+def test_the_allowance_of_waiting_tokens_is_one_for_all_models() -> None:
+    driver = Driver(limits=[ClassLimits(2, max_enqueued_tokens=60)])
+    sent = [driver.send(driver.request(priority=2, model=model)) for model in ("a", "b", "c")]
+    assert sent == [[Admitted], [Admitted], [Rejected]]
+    assert driver.refusal() == (429, "enqueued_tokens_exceeded")
+
+
 def test_a_failed_dispatch_is_refused_and_may_be_sent_again(driver: Driver) -> None:
     driver.heartbeat(max_num_seqs=1)
     request = driver.request()

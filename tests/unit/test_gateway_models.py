@@ -1,6 +1,7 @@
 """/v1/models in the shapes of two APIs."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,18 @@ async def get(path: str = "/v1/models", query: bytes = b"", headers: Any = VERSI
 async def test_openais_clients_get_openais_list() -> None:
     answer = (await get(headers=())).json()
     assert (answer["object"], [model["id"] for model in answer["data"]]) == ("list", ["a", "b", "c", "d"])
+
+
+async def test_a_tenant_sees_the_models_it_may_ask_for() -> None:
+    made = stand()
+    tenant = made.serving.tenants.named("acme")
+    made.serving.tenants.put("acme", replace(tenant, allowed_models=["b", "d", "gone"]))
+    for headers in ((), VERSION):
+        answer = (await made.call("GET", "/v1/models", headers=headers).finish()).json()
+        assert [model["id"] for model in answer["data"]] == ["b", "d"]
+    assert (await made.call("GET", "/v1/models/b").finish()).status == 200
+    refused = await made.call("GET", "/v1/models/a").finish()
+    assert (refused.status, refused.json()["error"]["code"]) == (403, "model_not_allowed")
 
 
 async def test_a_model_in_anthropics_shape() -> None:

@@ -25,12 +25,13 @@ from schemas.records import (
     Join,
     Left,
     Rejected,
+    Restate,
     Retry,
     TokenChunk,
     Tokens,
 )
 from streams.ledger.batch import MAX_RETRIES, SILENCE_MS, BatchShard
-from streams.ledger.batch_actions import Action, AdmissionOffsets, Append, CancelRun, SendRequest
+from streams.ledger.batch_actions import Action, AdmissionOffsets, Append, CancelRun, Restated, SendRequest
 from streams.ledger.batch_records import BatchItem, parse
 from streams.ledger.batch_recovery import RECOVERED_MS
 
@@ -60,6 +61,7 @@ class World:
         self.beat(0)
         self.requests: list[InferenceRequest] = []
         self.cancelled: list[Cancellation] = []
+        self.restated: list[Restate] = []
         self.admission: dict[int, AdmissionOffsets] = {}
         self.shard = BatchShard(
             0, 0, epoch, end_ms=END_MS, position=resume, log_end=len(self.log), now_ms=self.now
@@ -85,6 +87,8 @@ class World:
                     self.log.append(record)
                 case CancelRun(record):
                     self.cancelled.append(record)
+                case Restated(record):
+                    self.restated.append(record)
 
     def accept(self, item: BatchItem) -> None:
         self.do(self.shard.accept(item, self.now, self.fleet.clock.now_ms))

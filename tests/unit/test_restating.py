@@ -30,7 +30,9 @@ from streams.admission.restating import (
     USAGE_WAIT_MS,
     Restating,
 )
+from streams.ledger.batch_actions import AdmissionOffsets
 from tests.gateway_factories import EPOCH, SLOT, WORKER_EPOCH, inference_request
+from tests.unit.test_ledger_batch import World, dispatched, make_item
 
 T0 = 1_700_000_000_000
 TAKEOVER = 70
@@ -299,3 +301,23 @@ def test_a_gateway_that_may_not_own_any_more_says_nothing_yet() -> None:
     assert desk.tick((partition, 7)) == []
     desk.owner.held = False
     assert [type(a) for a in desk.tick((partition, 7))] == [Restated]
+
+
+def test_a_batch_coordinator_says_what_it_runs_once_a_takeover() -> None:
+    world = World()
+    for name in ("runs", "waits"):
+        world.accept(make_item(name))
+    first = world.requests[0]
+    world.say(dispatched(first))
+    shard = world.shard.reply_partition
+    for takeover in (0, 0, 9):
+        world.admission = {shard: AdmissionOffsets(takeover, takeover)}
+        world.tick(100)
+    assert [said.takeover_offset for said in world.restated] == [0, 9]
+    said = world.restated[-1]
+    assert (said.owner_role, said.owner_slot, said.owner_epoch) == ("ledger", 0, world.epoch)
+    (request,) = said.requests
+    assert (request.request_id, request.attempt, request.priority) == (first.request_id, 1, 2)
+    assert request.input_tokens == len(first.prompt_token_ids)
+    assert request.output_tokens == first.sampling.max_tokens
+    assert request.end_ms == first.end_ms
