@@ -51,6 +51,7 @@ def test_paid_traffic_is_served_through_a_threefold_spike_and_batch_gives_way() 
     paid = found["traffic"]["paid"]
     assert paid["served"] == paid["requests"]
     assert paid["ttft_ms"]["p99"] < 500
+    assert all(reason.startswith("429 ") for reason in found["traffic"]["free"]["refused"])
     before, spike = mean_of(found, "batch", 10, 30), mean_of(found, "batch", 50, 150)
     assert spike < 0.3 * before
     assert mean_of(found, "batch", 160, 180) > 0.5 * before
@@ -67,6 +68,7 @@ def test_one_tenant_at_twenty_times_its_share_hurts_nobody_else() -> None:
     assert fair["ttft_ms"]["p99"] < 1_000
     greedy = found["traffic"]["greedy"]
     assert sum(greedy["refused"].values()) > 0.5 * greedy["requests"]
+    assert all(reason.startswith("429 ") for reason in greedy["refused"])
     # What the others leave is the greedy one's: the worker is as busy as it can be.
     assert found["fleet"]["running_mean"] > 0.9 * 64
 
