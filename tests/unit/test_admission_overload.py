@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.records import Decision, Dispatched, InferenceRequest, Rejected
@@ -209,6 +209,35 @@ def test_paid_traffic_within_its_share_is_served_in_a_spike_that_free_traffic_ma
     for _ in range(200):
         spike.step([])
     assert spike.driver.admission.overload.level(MODEL) == ShedLevel.NONE
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    num_paid=st.integers(1, 6),
+    paid_per_step=st.integers(1, 6),
+    num_free=st.integers(0, 6),
+    free_per_step=st.integers(0, 30),
+    batch_per_step=st.integers(0, 10),
+)
+def test_whatever_others_do_paid_traffic_that_there_is_capacity_for_is_served(
+    num_paid: int, paid_per_step: int, num_free: int, free_per_step: int, batch_per_step: int
+) -> None:
+    """Paid traffic triples for 3 s, to 18 of the 20 requests a step that are served at most."""
+    spike = Spike(200)
+    tenants = [f"paid-{n}" for n in range(num_paid)]
+    for name in [*tenants, *(f"free-{n}" for n in range(num_free)), "batch"]:
+        spike.tenant(name)
+    for step in range(60):
+        much = 3 if 20 <= step < 50 else 1
+        arrivals = [spike.driver.request(tenant="batch", priority=2) for _ in range(batch_per_step)]
+        free = [f"free-{n % num_free}" for n in range(free_per_step if num_free else 0)]
+        paid = [tenants[(n + step) % num_paid] for n in range(much * paid_per_step)]
+        arrivals += [spike.driver.request(tenant=name, priority=1) for name in free]
+        arrivals += [spike.driver.request(tenant=name) for name in paid]
+        spike.step(arrivals)
+    decisions = [d for d in spike.driver.admission.decisions.drain() if d.tenant in tenants]
+    assert {d.action for d in decisions} == {"dispatch"}
+    assert max(d.inputs["queued_ms"] for d in decisions) <= 200
 
 
 def test_one_tenant_at_twenty_times_its_share_is_refused_and_no_other() -> None:
