@@ -14,6 +14,8 @@ from streams.admission.shedding import ShedLevel, ShedPolicy
 MAX_RETRY_AFTER_MS = 60_000
 # A tenant may have so many requests waiting whatever its share: two at once are no flood.
 _FEW = 2
+# Who is alone in the highest class takes nothing from others, however much waits: its deadlines bound that.
+_ALONE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,10 @@ def _over_share(policy: ShedPolicy, seen: Arrival) -> Refusal | None:
     # Another class's wait is no reason: this one may have its room.
     if seen.class_wait_ms < policy.fall * bound_ms or seen.tenant_requests < _FEW:
         return None
+    if seen.share >= _ALONE and seen.priority == PriorityClass.INTERACTIVE:
+        return None
     rate = seen.share * seen.drain_tokens_per_s
-    own_ms = seen.tenant_tokens * 1_000 / rate * seen.wait_correction if rate > 0 else 0.0
+    own_ms = seen.tenant_tokens * 1_000 / rate if rate > 0 else 0.0
     if own_ms <= bound_ms:
         return None
     message = "there is more to do than the fleet can, and the tenant has more than its share waiting"

@@ -8,7 +8,7 @@ from schemas.records import InferenceRequest, Usage
 from streams.admission.arrival import Arrival, OverloadPolicy, retry_after
 from streams.admission.backlog import Backlog
 from streams.admission.drain_rate import DrainRate
-from streams.admission.fair_queue import QueuedRequest
+from streams.admission.fair_queue import FairQueue, QueuedRequest
 from streams.admission.memory import Known
 from streams.admission.refusal import RETRY_LATER_MS, Refusal
 from streams.admission.router import Router
@@ -23,6 +23,8 @@ _FOR_EVER_MS = 3_600_000.0
 _MAX_PREFILL_CORRECTION = 16.0
 _MAX_WAIT_CORRECTION = 4.0
 _CORRECTION_WEIGHT = 0.05
+# Each 100 ms; half of it is gone after 5 s. Tenants within their share wait for moments only, and count.
+_DEMAND_KEPT = 0.5 ** (1 / 50)
 # Shorter waits are a matter of chance.
 _MIN_CORRECTED_MS = 20.0
 _MAX_OUTCOMES = 10_000
@@ -59,11 +61,19 @@ class _Correction:
 
 @dataclass(slots=True)
 class _Queue:
-    """One model and class. `tokens_per_s` is how fast it drains while something waits in it."""
+    """One model and class. `tokens_per_s` is how fast it drains while something waits in it. `demand` is the
+    weight of all tenants that lately waited at the same time, less and less with time."""
 
     drain: DrainRate = field(default_factory=DrainRate)
     tokens_per_s: float = 0.0
     wait: _Correction = field(default_factory=lambda: _Correction(_MAX_WAIT_CORRECTION))
+    demand: float = 0.0
+
+    def share(self, fair: FairQueue, tenant: str, weight: float) -> float:
+        """Of what is served, the part for a tenant while all whom it met lately wait: 1 if it is alone."""
+        share = fair.share(tenant, weight)
+        self.demand = max(self.demand, weight / share)
+        return weight / self.demand
 
     def drain_ms(self, tokens: float) -> float:
         """How long so many tokens take to leave it; 0 where that is not known."""
@@ -110,6 +120,7 @@ class Overload:
             guess = sum(w.status.prefill_tokens_per_s + w.status.decode_tokens_per_s for w in workers)
             classes = self._backlog.queue(model).classes
             for queue, fair in zip(load.queues, classes, strict=True):
+                queue.demand *= _DEMAND_KEPT
                 queue.drain.tick(fair.num_requests > 0, load.num_workers, now)
                 queue.tokens_per_s = queue.drain.tokens_per_s(load.num_workers, guess)
             before, wait_ms = load.ladder.level, max(classes[c].longest_wait_ms(now) for c in ONLINE)
@@ -165,7 +176,7 @@ class Overload:
             class_wait_ms=fair.longest_wait_ms(now),
             tenant_requests=fair.tenant_requests(request.tenant),
             tenant_tokens=fair.tenant_tokens(request.tenant),
-            share=fair.share(request.tenant, weight),
+            share=queue.share(fair, request.tenant, weight),
             wait_correction=queue.wait.factor,
             ahead_tokens=ahead,
             drain_tokens_per_s=queue.tokens_per_s,

@@ -71,7 +71,8 @@ def test_a_tenant_above_its_share_is_refused_while_its_class_waits() -> None:
     assert refused(shed_level=3) == ("over_fair_share", 8_000)
     assert refused(shed_level=2) is None
     assert refused(shed_level=3, tenant_tokens=1_000) is None
-    assert refused(shed_level=3, tenant_tokens=1_000, wait_correction=2.0) == ("over_fair_share", 2_000)
+    assert refused(shed_level=3, tenant_tokens=50_000, share=1.0) is None  # it takes nothing from others
+    assert refused(shed_level=3, tenant_tokens=5_000, share=1.0, priority=1) == ("over_fair_share", 3_000)
     assert refused(shed_level=3, tenant_requests=1) is None  # two at once are no flood
     assert refused(shed_level=3, class_wait_ms=900) is None  # another class waits, not this one
     assert refused(shed_level=3, priority=2) is None
@@ -271,6 +272,15 @@ def test_waits_are_predicted_though_others_come_later_and_go_first() -> None:
     assert len(errors) > 300
     assert 0.6 < errors[len(errors) // 2] < 1.5  # by the rate of both classes it would be a quarter
     assert errors[len(errors) // 10] > 0.4
+
+
+def test_a_tenant_that_is_alone_waits_as_long_as_it_may() -> None:
+    spike = Spike(50)
+    spike.tenant("demo")
+    for _ in range(100):
+        spike.step([spike.driver.request() for _ in range(10)])
+    assert spike.levels[:3] == [1, 2, 3]
+    assert spike.driver.rejections() == []
 
 
 def test_with_capacity_for_it_a_spike_changes_nothing() -> None:
