@@ -8,10 +8,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from aiokafka import TopicPartition
+
 from schemas import topics
 from schemas.codec import encode
 from schemas.fleet import join
 from schemas.headers import ReplyTo, reply_headers
+from schemas.priority import PriorityClass
 from schemas.records import (
     Cancellation,
     ClassLimits,
@@ -146,8 +149,11 @@ def fleet(bootstrap: str) -> AbstractAsyncContextManager[Fleet]:
 @asynccontextmanager
 async def worker(fleet: Fleet, slot: int, **status: Any) -> AsyncIterator[tuple[int, WorkerStatus]]:
     """A worker that joins and heartbeats until the context ends: (epoch, its status, to be changed)."""
+    # As a worker does: what lies in its mailboxes already was for others.
+    mailboxes = [TopicPartition(topics.PREFILL, topics.partition(slot, c)) for c in PriorityClass]
+    ends = await fleet.consumer.end_offsets(mailboxes)
     epoch, nonce = await join(fleet.producer, "worker", slot, model=MODEL)
-    figures = make_status(**status)
+    figures = make_status(mailbox_offsets=[ends[mailbox] for mailbox in mailboxes], **status)
 
     async def beat() -> None:
         while True:
