@@ -97,7 +97,8 @@ class BenchFleet:
 
     async def end(self, count: int) -> None:
         """Ends the `count` requests that the worker holds for the longest, as soon as it holds them."""
-        self._to_end += count
+        if not self.ends_at_once:
+            self._to_end += count
         while self._to_end and self.held:
             self._to_end -= 1
             await self._end(self.held.popleft())
