@@ -14,6 +14,7 @@ from infra.local.broker import Broker
 from infra.topics.create import create_topics
 from schemas import topics
 from schemas.headers import REASON, ReplyTo, reply_headers
+from schemas.prefix_sketch import holds, prefix_keys
 from schemas.records import Completion, Dispatch, Heartbeat, InferenceRequest, Left, Tokens
 from tests.service_process import ROOT
 from tests.worker_harness import (
@@ -269,6 +270,24 @@ async def test_a_newer_writers_dispatch_is_taken_once_its_schema_is_known(
     )
     await client.end(request)
     assert client.tokens(request) == expected_tokens(request, 7)
+
+
+async def test_heartbeats_tell_which_prefixes_are_cached(client: FleetClient, epoch: int) -> None:
+    request = make_inference_request(prompt_len=190, max_tokens=2)
+    keys = prefix_keys(request.prompt_token_ids, request.tenant)
+    (unknown, *_) = prefix_keys(request.prompt_token_ids, "another tenant")
+    await client.dispatch(SLOT, epoch, request)
+    await client.end(request)
+    assert len(keys) == 3  # 64, 96, 128
+
+    def told() -> bytes | None:
+        heartbeat = client.heartbeat(SLOT)
+        sketch = b"" if heartbeat is None or heartbeat.worker is None else heartbeat.worker.prefix_sketch
+        return sketch if sketch and holds(sketch, keys[-1]) else None
+
+    sketch = await client.wait_for(told)
+    assert all(holds(sketch, key) for key in keys)
+    assert not holds(sketch, unknown)
 
 
 async def test_heartbeats_come_every_100_ms_and_count_what_was_read(client: FleetClient, epoch: int) -> None:
