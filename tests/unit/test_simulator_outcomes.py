@@ -123,6 +123,7 @@ def test_a_node_with_two_models_carries_as_much_when_three_times_that_is_offered
         for each in found["traffic"].values():
             assert each["failed"] == {}
             assert each["served"] + sum(each["refused"].values()) == each["requests"]
+            assert all(reason.startswith("429 ") for reason in each["refused"])
             assert each["ttft_ms"]["p95"] < 250
         for gaps in found["token_gap_ms"].values():
             assert gaps["interactive"]["p95"] < 30
