@@ -62,13 +62,22 @@ class AdmissionConfig(CommonConfig):
         DEFAULT_QUANTILE, doc="Which quantile of a tenant's answers an answer is expected to have (0 to 1)."
     )
     decision_log: bool = setting(True, doc="Whether decisions go to fleet.decisions.")
+    restate_wait_ms: int = setting(
+        500, doc="Milliseconds that owners have to say what they run on a partition taken over."
+    )
     session_timeout_ms: int = setting(6_000, doc="The consumer group's session timeout (ms).")
     ack_deadline_s: float = setting(60.0, doc="A send that is not acked for so long ends the process (s).")
     stop_timeout_s: float = setting(10.0, doc="For finishing what is decided, at a stop (s).")
 
     def errors(self) -> list[str]:
         found = super().errors()
-        for name in ("max_queued_requests", "max_queued_tokens", "no_worker_wait_ms", "session_timeout_ms"):
+        for name in (
+            "max_queued_requests",
+            "max_queued_tokens",
+            "no_worker_wait_ms",
+            "session_timeout_ms",
+            "restate_wait_ms",
+        ):
             if getattr(self, name) < 1:
                 found.append(f"HEADRACE_{name.upper()} must be at least 1, not {getattr(self, name)}")
         for name in (

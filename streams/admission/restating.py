@@ -5,7 +5,8 @@ The holder before knew what each tenant had running. The new one asks: by its ta
 used since. When all live owners have answered and the rows are read, or it has waited long enough, all of it
 is put into the limits in the order in which it was let in, so buckets come to where they were.
 
-Exact, but for the requests of owners that were silent for RESTATE_WAIT_MS; what they say later still counts.
+Exact, but for the requests of owners that were silent for `restate_wait_ms`; what they say later still
+counts.
 """
 
 from collections.abc import Iterable
@@ -21,8 +22,9 @@ from streams.admission.limits import Limits
 RESTATE_WAIT_MS = 500
 # A minute of rows at the rate of one process takes a second to read.
 USAGE_WAIT_MS = 2_000
-# Its own heartbeat does not come back: it waits no longer for answers to it.
-ANNOUNCE_WAIT_MS = 1_500
+# Its own heartbeat does not come back: it waits no longer, of these times, for answers to it.
+_ANNOUNCE_WAITS = 3
+ANNOUNCE_WAIT_MS = _ANNOUNCE_WAITS * RESTATE_WAIT_MS
 
 GATEWAY, LEDGER = "gateway", "ledger"
 
@@ -55,6 +57,7 @@ class Restating:
     """`is_open` says whether requests of a partition may be admitted. Times are ms of the epoch."""
 
     def __init__(self, limits: Limits) -> None:
+        self.restate_wait_ms = RESTATE_WAIT_MS
         self._limits = limits
         self._offsets: dict[int, int] = {}
         self._rebuilds: dict[int, _Rebuild] = {}
@@ -124,12 +127,17 @@ class Restating:
             if has_ledger and topics.priority_of(partition) is PriorityClass.BATCH:
                 shard = topics.shard_of(partition)
                 answered = answered and any(owner[:2] == (LEDGER, shard) for owner in rebuild.heard)
-            if is_read and (answered or _waited(rebuild, now)):
+            if is_read and (answered or self._waited(rebuild, now)):
                 del self._rebuilds[partition]
                 self._fill(rebuild, partition, now)
                 owners, told, rows = len(rebuild.heard), len(rebuild.restated), len(rebuild.usages)
                 opened.append(Opened(partition, now - rebuild.since, owners, told, rows))
         return opened
+
+    def _waited(self, rebuild: _Rebuild, now: int) -> bool:
+        if rebuild.announced_at is None:
+            return now - rebuild.since >= _ANNOUNCE_WAITS * self.restate_wait_ms
+        return now - rebuild.announced_at >= self.restate_wait_ms
 
     def _fill(self, rebuild: _Rebuild, partition: int, now: int) -> None:
         ended: dict[bytes, Usage] = {}
@@ -164,12 +172,6 @@ def settle_usage(limits: Limits, usage: Usage, used_at: int, now: int, partition
         now,
         partition=partition,
     )
-
-
-def _waited(rebuild: _Rebuild, now: int) -> bool:
-    if rebuild.announced_at is None:
-        return now - rebuild.since >= ANNOUNCE_WAIT_MS
-    return now - rebuild.announced_at >= RESTATE_WAIT_MS
 
 
 def _version(usage: Usage) -> tuple[int, bool, int]:

@@ -78,6 +78,7 @@ class AdmissionService:
         self.config = config
         self.kafka = kafka
         self.admission = config.admission(config.fallback_models())
+        self.admission.restating.restate_wait_ms = config.restate_wait_ms
         self.metrics = Metrics()
         self.metrics.registry.register(LoadFigures(self.admission.overload))
         self._stopping = False

@@ -23,9 +23,10 @@ TOKENS_PER_MINUTE = 12_000
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     """Two gateways and two workers."""
-    running = RunningStack(
-        simulated_config(tmp_path_factory.mktemp("pair"), gateways=2, workers=2, step_ms=10.0)
-    )
+    # Time enough for gateways to restate on a machine that is busy.
+    settings = {"admission": {"HEADRACE_RESTATE_WAIT_MS": "5000"}}
+    data_dir = tmp_path_factory.mktemp("pair")
+    running = RunningStack(simulated_config(data_dir, gateways=2, workers=2, step_ms=10.0, settings=settings))
     try:
         running.start()
         running.api_key = running.tenant(TENANT)
