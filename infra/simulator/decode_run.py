@@ -79,18 +79,25 @@ class DecodeRun:
 
     @staticmethod
     def can_run(scheduler: Scheduler) -> bool:
-        """Whether all requests are running ones that lack one token, and no block is held beyond the next."""
-        if scheduler.num_waiting or not scheduler.num_running:
+        """Whether all requests are running ones that lack one token, no block is held beyond the next, and
+        the first step goes as a run's step does."""
+        running = scheduler.running
+        if scheduler.num_waiting or not len(running):
             return False
         block_size = scheduler.kv_cache_manager.block_size
-        for request in scheduler.running:
+        num_context_tokens = 0
+        for request in running:
             num_computed = request.num_computed_tokens
             num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
             if num_tokens - num_computed != 1:
                 return False
             if not 0 <= len(request.block_table) * block_size - num_computed < block_size:
                 return False
-        return True
+            num_context_tokens += num_computed
+        mixed = running[0].priority is PriorityClass.INTERACTIVE and running.has_below(
+            PriorityClass.INTERACTIVE
+        )
+        return not _is_timed(scheduler, mixed) or _is_in_time(scheduler, len(running), num_context_tokens)
 
     @property
     def num_by_class(self) -> list[int]:
@@ -108,8 +115,9 @@ class DecodeRun:
         if not num_seqs:
             return False
         step, last = self.num_done, min(self._by_end[-1].end, self.num_done + _MAX_PLANNED)
-        if self._is_timed():
-            if not self._is_in_time():
+        interactive, *lower = self._num_by_class
+        if _is_timed(self._scheduler, interactive > 0 and any(lower)):
+            if not _is_in_time(self._scheduler, num_seqs, self._num_context_tokens):
                 return False
             last = step + 1
         sizes = [len(bucket) for bucket in self._buckets]
@@ -167,18 +175,6 @@ class DecodeRun:
         for member in self._members:
             self._sync(member, self.num_done)
 
-    def _is_timed(self) -> bool:
-        interactive, *lower = self._num_by_class
-        return self._scheduler.config.inter_token_target_ms > 0 and interactive > 0 and any(lower)
-
-    def _is_in_time(self) -> bool:
-        """Whether the inter-token target lets all of the lower classes go along."""
-        num_seqs, time = len(self._members), self._scheduler.step_time
-        if num_seqs > time.max_num_seqs:
-            return False
-        limit = time.line_for(self._scheduler.config.inter_token_target_ms / 1000, False)
-        return time.line(num_seqs, 0, self._num_context_tokens + num_seqs) < limit * (1 - _CLOSE_CALL)
-
     def _grow(self, member: _Member, step: int) -> None:
         """Gives the member the block that it needs in this step."""
         self._sync(member, step - 1)
@@ -215,3 +211,17 @@ class DecodeRun:
             if member in bucket:
                 bucket.remove(member)
         return request
+
+
+def _is_timed(scheduler: Scheduler, mixed: bool) -> bool:
+    """Whether the inter-token target bounds a batch that is `mixed`, of interactive and lower classes."""
+    return mixed and scheduler.config.inter_token_target_ms > 0
+
+
+def _is_in_time(scheduler: Scheduler, num_seqs: int, num_context_tokens: int) -> bool:
+    """Whether the inter-token target lets all of the lower classes go along in the next step."""
+    time = scheduler.step_time
+    if num_seqs > time.max_num_seqs:
+        return False
+    limit = time.line_for(scheduler.config.inter_token_target_ms / 1000, False)
+    return time.line(num_seqs, 0, num_context_tokens + num_seqs) < limit * (1 - _CLOSE_CALL)

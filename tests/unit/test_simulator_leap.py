@@ -131,7 +131,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
 
 # Not shrunk: an example takes a second, and its plan says enough.
 @settings(
-    max_examples=20,
+    max_examples=40,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow],
