@@ -4,10 +4,10 @@ What is true about a request is the fold over its reply partition; the owner add
 cancel, fail, retry, send again, and the sealed usage row (lifecycle.py).
 """
 
-from collections import deque
 from collections.abc import Callable
 
 from gateway.actions import Action, Announce
+from gateway.ended_requests import EndedRequests
 from gateway.lifecycle import Lifecycle
 from gateway.owned_request import OwnedRequest
 from gateway.reader import Reader
@@ -22,7 +22,6 @@ from schemas.records import (
     Attach,
     Cancellation,
     Claim,
-    Completion,
     Detach,
     Dispatched,
     Duplicate,
@@ -32,8 +31,6 @@ from schemas.records import (
 )
 from schemas.stream_state import Effect, ReplyRecord, Run, StreamState
 
-_ENDED_KEPT_MS = 60_000
-_BILLED_MS = 10_000  # by then the bill of an ended request is acked
 _STOPPED_S = 0.7  # others think a gateway dead that is silent for a second
 
 
@@ -74,8 +71,7 @@ class Owner:
         self._ticked_at = 0.0
         self._deferred: list[tuple[OwnedRequest, list[Action]]] = []
         self._view = FleetView()
-        self._ended: dict[bytes, OwnedRequest] = {}
-        self._ended_order: deque[tuple[int, bytes]] = deque()
+        self._ended = EndedRequests()
 
     def accept(
         self, request: InferenceRequest, reader: Reader, traceparent: str | None = None
@@ -127,13 +123,7 @@ class Owner:
     def oldest(self, partition: int) -> int | None:
         """Where the first request begins, in a reply partition, that may need an owner; None if none does."""
         offsets = [o.first_offset for o in self.open.values() if o.request.reply_partition == partition]
-        for clock, request_id in reversed(self._ended_order):
-            if self._life.clock - clock >= _BILLED_MS:
-                break
-            owned = self._ended.get(request_id)
-            if owned is not None and owned.request.reply_partition == partition:
-                offsets.append(owned.first_offset)
-        return min(offsets, default=None)
+        return min(offsets + self._ended.unbilled_offsets(partition, self._life.clock), default=None)
 
     def feel(self, now: float) -> bool:
         """False if this process may have been stopped for long enough to be thought dead. `now`: monotonic s.
@@ -221,7 +211,9 @@ class Owner:
         for chunk in record.chunks:
             owned = find(chunk.request_id)
             if owned is None:
-                self._on_ended_chunk(self._ended.get(chunk.request_id), run, chunk.attempt, actions)
+                ended = self._ended.stray(chunk.request_id, run, chunk.attempt)
+                if ended is not None:
+                    self._life.cancel_stray(ended, run, chunk.attempt, actions)
                 continue
             state = owned.state
             token_ids = state.token_ids
@@ -273,8 +265,7 @@ class Owner:
     def tick(self, view: FleetView, now_ms: int, now: float) -> list[Action]:
         """Ten times a second: all that goes by time. `now_ms`: ms of the epoch; `now`: monotonic seconds."""
         self._view, self._life.clock = view, view.clock.now_ms
-        while self._ended_order and self._life.clock - self._ended_order[0][0] >= _ENDED_KEPT_MS:
-            self._ended.pop(self._ended_order.popleft()[1], None)
+        self._ended.expire(self._life.clock)
         actions: list[Action] = []
         self._ticked_at = now
         if self._deferred and not self.held:
@@ -319,21 +310,7 @@ class Owner:
 
     def _forget(self, owned: OwnedRequest) -> None:
         """Off the open ones; remembered a while, for runs that still show records are to be cancelled."""
-        request_id = owned.request.request_id
         if owned.state.end is not None and self._life.owns(owned):
             self.on_over(owned)
-        del self.open[request_id]
-        owned.state.token_ids = []  # its reader may still need them
-        owned.request.prompt_token_ids.clear()
-        self._ended[request_id] = owned
-        self._ended_order.append((self._life.clock, request_id))
-
-    def _on_ended_chunk(
-        self, owned: OwnedRequest | None, run: Run, attempt: int, actions: list[Action]
-    ) -> None:
-        if owned is None:
-            return
-        end = owned.state.end
-        if isinstance(end, Completion) and run == owned.state.run and attempt == owned.state.attempt:
-            return
-        self._life.cancel_stray(owned, run, attempt, actions)
+        del self.open[owned.request.request_id]
+        self._ended.put(owned, self._life.clock)

@@ -1,442 +1,50 @@
 """Every record that crosses a process border. The docs and types of the fields stand in avro/<Name>.avsc.
 
-A dataclass here and its .avsc name the same fields in the same order; a test holds them together.
+A dataclass and its .avsc name the same fields in the same order; a test holds them together.
 Ids are 16 raw bytes, tokens are model vocabulary ids, times are milliseconds (of the epoch where the
 name ends in `_at`, a duration where it ends in `_ms`). A run is (slot, epoch): one life of one worker.
 """
 
-from dataclasses import dataclass, field
-
+from schemas.fleet_records import ApiKey as ApiKey
+from schemas.fleet_records import BatchRequest as BatchRequest
+from schemas.fleet_records import BatchResult as BatchResult
+from schemas.fleet_records import ClassLimits as ClassLimits
+from schemas.fleet_records import Decision as Decision
+from schemas.fleet_records import Drain as Drain
+from schemas.fleet_records import Heartbeat as Heartbeat
+from schemas.fleet_records import Join as Join
+from schemas.fleet_records import Left as Left
+from schemas.fleet_records import Model as Model
+from schemas.fleet_records import PartitionStatus as PartitionStatus
+from schemas.fleet_records import Preemption as Preemption
+from schemas.fleet_records import QueuedTokens as QueuedTokens
+from schemas.fleet_records import Shedding as Shedding
+from schemas.fleet_records import Tenant as Tenant
+from schemas.fleet_records import WorkerStatus as WorkerStatus
+from schemas.request_records import Admitted as Admitted
+from schemas.request_records import Attach as Attach
+from schemas.request_records import Cancellation as Cancellation
+from schemas.request_records import Claim as Claim
+from schemas.request_records import Completion as Completion
+from schemas.request_records import Described as Described
+from schemas.request_records import Detach as Detach
+from schemas.request_records import Dispatch as Dispatch
+from schemas.request_records import Dispatched as Dispatched
+from schemas.request_records import Duplicate as Duplicate
+from schemas.request_records import Failed as Failed
+from schemas.request_records import Handoff as Handoff
+from schemas.request_records import Idempotency as Idempotency
+from schemas.request_records import InferenceRequest as InferenceRequest
+from schemas.request_records import KeyedRequest as KeyedRequest
+from schemas.request_records import RateLimit as RateLimit
+from schemas.request_records import Rejected as Rejected
+from schemas.request_records import Restate as Restate
+from schemas.request_records import RestatedRequest as RestatedRequest
+from schemas.request_records import Retry as Retry
+from schemas.request_records import TokenChunk as TokenChunk
+from schemas.request_records import Tokens as Tokens
+from schemas.request_records import Usage as Usage
 from schemas.sampling import Grammar as Grammar
 from schemas.sampling import LogitBias as LogitBias
 from schemas.sampling import SamplingParams as SamplingParams
 from schemas.sampling import TokenLogprobs as TokenLogprobs
-
-# inference.requests
-
-
-@dataclass(slots=True)
-class Idempotency:
-    key: bytes
-    body: bytes
-    public_id: str
-
-
-@dataclass(slots=True)
-class InferenceRequest:
-    request_id: bytes
-    attempt: int
-    tenant: str
-    priority: int
-    model: str
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
-    sampling: SamplingParams
-    reply_partition: int
-    owner_epoch: int
-    accepted_at: int
-    end_ms: int
-    start_ms: int | None = None
-    excluded_slots: list[int] = field(default_factory=list)
-    lost_epochs: list[int] = field(default_factory=list)
-    detach_ms: int = 0
-    idempotency: Idempotency | None = None
-    affinity: int | None = None
-    allow_fallback: bool = True
-
-
-@dataclass(slots=True)
-class KeyedRequest:
-    request_id: bytes
-    key: bytes
-    body: bytes
-    public_id: str
-    accepted_at: int
-    freed: bool = False
-
-
-@dataclass(slots=True)
-class Cancellation:
-    request_id: bytes
-    attempt: int
-    tenant: str
-    reason: str
-    slot: int | None = None
-    epoch: int | None = None
-    waived: bool = False
-    key: bytes | None = None
-
-
-@dataclass(slots=True)
-class RestatedRequest:
-    request_id: bytes
-    attempt: int
-    tenant: str
-    priority: int
-    input_tokens: int
-    output_tokens: int
-    age_ms: int
-    end_ms: int
-
-
-@dataclass(slots=True)
-class Restate:
-    owner_role: str
-    owner_slot: int
-    owner_epoch: int
-    takeover_offset: int
-    requests: list[RestatedRequest]
-
-
-# inference.prefill, inference.decode
-
-
-@dataclass(slots=True)
-class Dispatch:
-    slot: int
-    epoch: int
-    expected_output_tokens: int
-    request: InferenceRequest
-
-
-@dataclass(slots=True)
-class Handoff:
-    request_id: bytes
-    attempt: int
-    prefill_slot: int
-    prefill_epoch: int
-    decode_slot: int
-    decode_epoch: int
-    lease_ms: int
-    block_ids: list[int]
-    num_tokens: int
-    first_token_id: int
-    checksum: bytes
-
-
-# inference.tokens: the reply partition, whose fold is the state of a request (stream_state.py)
-
-
-@dataclass(slots=True)
-class RateLimit:
-    name: str
-    limit: int
-    remaining: int
-    reset_ms: int
-
-
-@dataclass(slots=True)
-class Admitted:
-    request_id: bytes
-    attempt: int
-    owner_epoch: int
-    requests_partition: int
-    requests_offset: int
-    rate_limits: list[RateLimit] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Dispatched:
-    request_id: bytes
-    attempt: int
-    owner_epoch: int
-    slot: int
-    epoch: int
-    model: str
-    requests_partition: int | None = None
-    requests_offset: int | None = None
-    rate_limits: list[RateLimit] = field(default_factory=list)
-    max_tokens: int | None = None
-
-
-@dataclass(slots=True)
-class TokenChunk:
-    request_id: bytes
-    attempt: int
-    position: int
-    token_ids: list[int]
-    finish_reason: str | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Tokens:
-    slot: int
-    epoch: int
-    chunks: list[TokenChunk]
-
-
-@dataclass(slots=True)
-class Completion:
-    request_id: bytes
-    attempt: int
-    slot: int
-    epoch: int
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    finish_reason: str
-    text_length: int | None = None
-    message: str | None = None
-
-
-@dataclass(slots=True)
-class Rejected:
-    request_id: bytes
-    attempt: int
-    status: int
-    code: str
-    message: str
-    retry_after_ms: int | None = None
-    rate_limits: list[RateLimit] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Duplicate:
-    request_id: bytes
-    public_id: str
-    accepted_at: int = 0
-
-
-@dataclass(slots=True)
-class Described:
-    request_id: bytes
-    body: str
-
-
-@dataclass(slots=True)
-class Retry:
-    request_id: bytes
-    attempt: int
-    owner_epoch: int
-    reason: str
-
-
-@dataclass(slots=True)
-class Failed:
-    request_id: bytes
-    attempt: int
-    owner_epoch: int
-    code: str
-    message: str
-
-
-@dataclass(slots=True)
-class Claim:
-    from_epoch: int
-    by_slot: int
-    by_epoch: int
-    request_id: bytes | None = None
-
-
-@dataclass(slots=True)
-class Attach:
-    request_id: bytes
-    slot: int
-    epoch: int
-
-
-@dataclass(slots=True)
-class Detach:
-    request_id: bytes
-    slot: int
-    epoch: int
-    detach_ms: int
-
-
-# inference.usage
-
-
-@dataclass(slots=True)
-class Usage:
-    request_id: bytes
-    attempt: int
-    sealed: bool
-    tenant: str
-    priority: int
-    model: str
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    finish_reason: str
-    accepted_at: int
-    ended_at: int
-    slot: int | None = None
-    epoch: int | None = None
-    first_token_ms: int | None = None
-
-
-# fleet.heartbeats, fleet.events, fleet.decisions
-
-
-@dataclass(slots=True)
-class WorkerStatus:
-    model: str
-    max_model_len: int
-    draining: bool
-    num_blocks: int
-    free_blocks: int
-    block_size: int
-    max_num_seqs: int
-    num_running: int
-    num_waiting: list[int]
-    queued_prefill_tokens: int
-    mailbox_offsets: list[int]
-    step_age_ms: int
-    step_time_ms: float
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    canary: str = "unknown"
-    prefix_sketch: bytes = b""
-
-
-@dataclass(slots=True)
-class QueuedTokens:
-    model: str
-    priority: int
-    tokens: int
-
-
-@dataclass(slots=True)
-class PartitionStatus:
-    partition: int
-    takeover_offset: int
-    read_offset: int
-    queued: list[QueuedTokens]
-
-
-@dataclass(slots=True)
-class Heartbeat:
-    role: str
-    slot: int
-    epoch: int
-    nonce: bytes
-    address: str | None = None
-    worker: WorkerStatus | None = None
-    partitions: list[PartitionStatus] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Join:
-    role: str
-    slot: int
-    nonce: bytes
-    address: str | None = None
-    model: str | None = None
-
-
-@dataclass(slots=True)
-class Drain:
-    role: str
-    slot: int
-    epoch: int
-
-
-@dataclass(slots=True)
-class Left:
-    role: str
-    slot: int
-    epoch: int
-    reason: str
-
-
-@dataclass(slots=True)
-class Shedding:
-    model: str
-    level: int
-    before: int
-    wait_ms: int
-    kv_use: float
-    slot: int
-    epoch: int
-
-
-@dataclass(slots=True)
-class Decision:
-    request_id: bytes
-    attempt: int
-    tenant: str
-    priority: int
-    model: str
-    action: str
-    reason: str
-    inputs: dict[str, float]
-    slot: int | None = None
-    epoch: int | None = None
-
-
-@dataclass(slots=True)
-class Preemption:
-    request_id: bytes
-    attempt: int
-    tenant: str
-    priority: int
-    model: str
-    slot: int
-    epoch: int
-    reason: str
-    mode: str
-    tokens_lost: int
-    for_request_id: bytes | None = None
-
-
-# control.tenants, control.models
-
-
-@dataclass(slots=True)
-class ApiKey:
-    key_id: str
-    sha256: bytes
-    created_at: int
-
-
-@dataclass(slots=True)
-class ClassLimits:
-    priority: int
-    tokens_per_minute: int | None = None
-    requests_per_minute: int | None = None
-    max_concurrent_requests: int | None = None
-    max_enqueued_tokens: int | None = None
-    input_tokens_per_minute: int | None = None
-    output_tokens_per_minute: int | None = None
-    max_tokens: int | None = None
-
-
-@dataclass(slots=True)
-class Tenant:
-    name: str
-    tier: int
-    keys: list[ApiKey]
-    limits: list[ClassLimits]
-    weight: float = 1.0
-    disabled: bool = False
-    allowed_models: list[str] | None = None
-
-
-@dataclass(slots=True)
-class Model:
-    id: str
-    architecture: str
-    max_model_len: int
-    fallback_models: list[str] = field(default_factory=list)
-
-
-# batch.requests.<tenant>, batch.results.<tenant>, for producers who prefer Avro to JSON
-
-
-@dataclass(slots=True)
-class BatchRequest:
-    custom_id: str
-    body: str
-    method: str | None = None
-    url: str | None = None
-
-
-@dataclass(slots=True)
-class BatchResult:
-    id: str
-    custom_id: str
-    status_code: int | None = None
-    body: str | None = None
-    error_code: str | None = None
-    error_message: str | None = None
