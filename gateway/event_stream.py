@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from gateway import sse
+from gateway import sse, stream_writer
 from gateway.exchange import ClientGoneError, Exchange
 from gateway.reader import Reader, StreamReader
+from gateway.stream_writer import StreamWriter
 from schemas.api.errors import ApiError
 from schemas.records import Completion
 
@@ -25,7 +26,7 @@ async def write_events(
 
     Raises ApiError while nothing was sent, ClientGoneError for a client that left or does not read.
     """
-    await respond_when_bound(exchange, [reader], lambda: _events(exchange.send, reader, make_frames))
+    await respond_when_bound(exchange, [reader], lambda: _events(exchange, reader, make_frames))
 
 
 async def respond_when_bound(
@@ -58,16 +59,19 @@ async def respond_when_bound(
 
 
 async def _events(
-    send: Callable[[dict[str, Any]], Awaitable[None]],
+    exchange: Exchange,
     reader: StreamReader,
     make_frames: Callable[[], sse.Frames],
 ) -> None:
     # 2. From here on an error is an event, and the stream ends without its normal end.
-    frames = make_frames()
+    send, frames = exchange.send, make_frames()
     message: dict[str, Any] = {"type": "http.response.body", "body": frames.first(), "more_body": True}
     if message["body"]:
         await send(message)
     text_frame, take = frames.text, reader.take
+    writer = exchange.scope.get(stream_writer.KEY)
+    if writer is not None:
+        reader.push = lambda: _push(writer, reader, text_frame)
     while not reader.disconnected:
         parts = [text_frame(text, position) for text, position in take()]
         end = reader.end
@@ -85,3 +89,13 @@ async def _events(
         elif not reader.has_more:
             await reader.wait()
     raise ClientGoneError
+
+
+def _push(writer: StreamWriter, reader: StreamReader, text_frame: Callable[[str, int], bytes]) -> bool:
+    """Writes new text at once: a task to wake and a coroutine to send cost more than all else of a token."""
+    if reader.end is not None or reader.disconnected or not writer.ready:
+        return False
+    body = b"".join([text_frame(text, position) for text, position in reader.take()])
+    if body:
+        writer.write(body)
+    return not reader.has_more

@@ -22,6 +22,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from gateway import stream_writer
 from gateway.errors import whole_refusal
 from schemas.api.errors import ApiError
 
@@ -165,6 +166,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        scope: dict[str, Any] = cycle.scope  # type: ignore[assignment]
+        scope[stream_writer.KEY] = stream_writer.StreamWriter(cycle)
         super()._start_asgi_task(cycle, app)
 
     # The parser's callbacks

@@ -126,6 +126,8 @@ class StreamReader(Reader):
     `keep_alive_s` without an event makes `keep_alive_due`; so does `start_wait_s` of queueing at the
     beginning. A client that does not take what is there for `write_timeout_s` is `stuck`; `on_stuck` is
     called then, for a handler that waits in a send cannot look.
+
+    `push` may write what has come in place of waking a handler that waits; it returns whether that was all.
     """
 
     __slots__ = (
@@ -145,6 +147,7 @@ class StreamReader(Reader):
         "cut_off",
         "keep_alive_due",
         "on_stuck",
+        "push",
         "stuck",
     )
 
@@ -166,6 +169,7 @@ class StreamReader(Reader):
         self.keep_alive_due = False
         self.stuck = False
         self.on_stuck: Callable[[], object] | None = None
+        self.push: Callable[[], bool] | None = None
         self._push = detokenizer.pieces
         self._may_be_cut = may_be_cut
         self._num_known = after + 1
@@ -189,7 +193,9 @@ class StreamReader(Reader):
             count -= 1  # the token that ended the output is counted, not shown
         self._limit = count
         self._quiet_since = now
-        self._wake()
+        # Only in place of a handler that waits: else what it is about to write would come behind this.
+        if self.push is None or self._waiter is None or not self.push():
+            self._wake()
 
     def on_end(self, end: End) -> None:
         if self.end is None and isinstance(end, Completion) and end.finish_reason == "stop":

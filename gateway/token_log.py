@@ -17,7 +17,7 @@ from gateway.auth import TenantBook
 from gateway.owner import reply_partitions
 from schemas import topics
 from schemas.codec import CodecError, UnknownSchemaError, default_codec
-from schemas.fleet import CONSUMER_SETTINGS, FleetView
+from schemas.fleet import BUSY_CONSUMER_SETTINGS, CONSUMER_SETTINGS, FleetView
 from schemas.records import (
     Admitted,
     Attach,
@@ -104,7 +104,7 @@ class TokenLog:
         self.on_each: Callable[[object, ConsumerRecord], None] | None = None
         self._reply_offsets: dict[int, int] = {}
         self._replies = [TopicPartition(topics.TOKENS, p) for p in reply_partitions(slot)]
-        self._tokens = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers, **CONSUMER_SETTINGS)
+        self._tokens = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers, **BUSY_CONSUMER_SETTINGS)
         self._control = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers, **CONSUMER_SETTINGS)
         self._heartbeats = AIOKafkaConsumer(
             bootstrap_servers=bootstrap_servers, **{**CONSUMER_SETTINGS, **_HEARTBEAT_BATCH}

@@ -1,8 +1,24 @@
 """Whether a grammar can be served, asked where it comes in: a bad one is the client's to mend."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 from schemas.sampling import MAX_GRAMMAR_BYTES, Grammar
+
+
+@contextmanager
+def panics_as_value_errors() -> Iterator[None]:
+    """llguidance panics at some grammars that are bad (1.9: where it would quote one, within a character).
+
+    What Python then sees is no Exception, and would end whoever handles the request.
+    """
+    try:
+        yield
+    except BaseException as e:
+        if type(e).__name__ != "PanicException":
+            raise
+        raise ValueError("it is not valid, and cannot be said why") from None
 
 
 def grammar_error(grammar: Grammar) -> str:
@@ -13,8 +29,9 @@ def grammar_error(grammar: Grammar) -> str:
     from llguidance import GrammarFormat, LLMatcher, grammar_from
 
     try:
-        source = grammar_from(cast(GrammarFormat, grammar.kind), grammar.source)
-        error = LLMatcher.validate_grammar(source)
+        with panics_as_value_errors():
+            source = grammar_from(cast(GrammarFormat, grammar.kind), grammar.source)
+            error = LLMatcher.validate_grammar(source)
     except ValueError as e:
         error = str(e)
     return " ".join(str(error).split())

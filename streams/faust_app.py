@@ -9,19 +9,17 @@ from faust.tables.manager import TableManager
 from faust.transport.drivers import aiokafka as driver
 
 from schemas.config import CommonConfig
+from schemas.fleet import BUSY_FETCH_WAIT_MS
 
 OnAssigned = Callable[[set[int]], Awaitable[None]]
 
 
-# One fetch is in flight per broker: while a partition's records wait to be served for longer than 0.1 s, the
-# others are fetched alone, and what comes for that one lies there until this is over. Faust's own is 1.5 s.
-_FETCH_MAX_WAIT_MS = 50
-
-
 class _ConsumerThread(driver.AIOKafkaConsumerThread):
+    """Faust's own fetches for 1.5 s, and knows no setting for it."""
+
     def _create_worker_consumer(self, transport: Any) -> Any:
         consumer = super()._create_worker_consumer(transport)
-        consumer._fetch_max_wait_ms = _FETCH_MAX_WAIT_MS
+        consumer._fetch_max_wait_ms = BUSY_FETCH_WAIT_MS
         return consumer
 
 

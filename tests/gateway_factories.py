@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,7 @@ class Call:
         parts: Iterable[bytes] | None = None,
         hang: bool = False,
         query: bytes = b"",
+        extra_scope: Mapping[str, Any] | None = None,
     ) -> None:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.sent: list[Message] = []
@@ -173,6 +174,7 @@ class Call:
             "root_path": "",
             "query_string": query,
             "headers": [*auth, *headers],
+            **(extra_scope or {}),
         }
         self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
 

@@ -11,7 +11,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
 from schemas import topics
-from schemas.fleet import CONSUMER_SETTINGS, HEARTBEAT_PRODUCER_SETTINGS, PRODUCER_SETTINGS
+from schemas.fleet import BUSY_CONSUMER_SETTINGS, HEARTBEAT_PRODUCER_SETTINGS, PRODUCER_SETTINGS
 from schemas.topics import Layout
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ async def connect(bootstrap_servers: str, layout: Layout, timeout: float) -> Asy
                         lambda: AIOKafkaProducer(**settings, **HEARTBEAT_PRODUCER_SETTINGS)
                     ),
                     decisions=await start(lambda: AIOKafkaProducer(**settings, **PRODUCER_SETTINGS)),
-                    consumer=await start(lambda: AIOKafkaConsumer(**settings, **CONSUMER_SETTINGS)),
+                    consumer=await start(lambda: AIOKafkaConsumer(**settings, **BUSY_CONSUMER_SETTINGS)),
                 )
                 await _check_topics(connections, layout)
         except TimeoutError:

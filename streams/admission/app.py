@@ -7,7 +7,12 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from schemas import topics
-from schemas.fleet import CONSUMER_SETTINGS, HEARTBEAT_PRODUCER_SETTINGS, PRODUCER_SETTINGS
+from schemas.fleet import (
+    BUSY_CONSUMER_SETTINGS,
+    CONSUMER_SETTINGS,
+    HEARTBEAT_PRODUCER_SETTINGS,
+    PRODUCER_SETTINGS,
+)
 from streams import command
 from streams.admission.config import ROLE, AdmissionConfig
 from streams.admission.service import AdmissionService, Kafka
@@ -36,7 +41,7 @@ def make_kafka(config: AdmissionConfig) -> Kafka:
         decision_producer=AIOKafkaProducer(**client("decisions"), **decisions),
         control=AIOKafkaConsumer(**client("control"), **CONSUMER_SETTINGS),
         heartbeats=AIOKafkaConsumer(**client("heartbeats"), **heartbeats),
-        usage=AIOKafkaConsumer(**client("usage"), **CONSUMER_SETTINGS),
+        usage=AIOKafkaConsumer(**client("usage"), **BUSY_CONSUMER_SETTINGS),
         keys=AIOKafkaConsumer(**client("keys"), **CONSUMER_SETTINGS),
         partition=TopicPartition,
         faust_app=faust_app,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from schemas.api.answers import Finished, answer
@@ -258,6 +258,7 @@ JSON = st.recursive(
 
 @settings(deadline=None)
 @given(st.dictionaries(KEYWORDS, JSON, max_size=4), st.sampled_from(["auto", "required"]), st.booleans())
+@example({"required": [{"b" + "¾" * 100: 1}]}, "required", True)
 def test_any_schema_is_served_or_refused_as_the_clients_fault(
     schema: dict[str, Any], choice: str, strict: bool
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gateway import stream_writer
 from gateway.actions import Cancel
 from gateway.exchange import Message
 from schemas.api.errors import ApiError
@@ -248,6 +249,64 @@ class SlowClient(Call):
         await super()._send(message)
         if len(self.sent) > 1:
             await self.read.wait()
+
+
+class HandWriter:
+    """A connection that takes what it is given at once, unless it is not ready."""
+
+    def __init__(self) -> None:
+        self.ready = True
+        self.written: list[bytes] = []
+
+    def write(self, body: bytes) -> None:
+        assert self.ready
+        assert body
+        self.written.append(body)
+
+
+async def test_text_is_written_where_its_tokens_come_in() -> None:
+    stand, writer = Stand(), HandWriter()
+    call = stand.call(body=STREAM, extra_scope={stream_writer.KEY: writer})
+    request = await stand.request()
+    stand.dispatched(request)
+    await call.until_started()
+    await asyncio.sleep(0)
+    stand.tokens(request, 0, b"ab")
+    assert writer.written == [
+        b'id: 0\ndata: {"type":"token","text":"a"}\n\nid: 1\ndata: {"type":"token","text":"b"}\n\n'
+    ]
+    stand.tokens(request, 2, b"\xc3")  # no whole character: nothing to write
+    writer.ready = False  # the client reads slowly: its handler waits for it
+    stand.tokens(request, 3, b"\xa9")
+    stand.tokens(request, 4, b"c")
+    assert len(writer.written) == 1
+    await call.until_body("é".encode())
+    writer.ready = True
+    await asyncio.sleep(0)
+    stand.tokens(request, 5, b"d", "length")
+    assert len(writer.written) == 2
+    stand.complete(request, 6)
+    await call.finish()
+    assert call.content.startswith(
+        'id: 3\ndata: {"type":"token","text":"é"}\n\nid: 4\ndata: {"type":"token","text":"c"}\n\n'.encode()
+    )
+    assert b'"text":"d"' in writer.written[1]
+    assert call.content.endswith(b'"stop_reason":"length"}\n\n')
+
+
+async def test_many_tokens_at_once_are_left_to_the_handler() -> None:
+    stand, writer = Stand(), HandWriter()
+    call = stand.call(body={**STREAM, "max_tokens": 2_000}, extra_scope={stream_writer.KEY: writer})
+    request = await stand.request()
+    stand.dispatched(request)
+    await call.until_started()
+    await asyncio.sleep(0)
+    stand.tokens(request, 0, b"x" * 1_000, "length")
+    stand.complete(request, 1_000)
+    await call.finish()
+    text = b"".join(writer.written) + call.content
+    assert text.count(b'"text":"x"') == 1_000
+    assert [int(i) for i in re.findall(rb"id: (\d+)\ndata: {\"type\":\"token\"", text)] == list(range(1_000))
 
 
 async def slow_call(stand: Stand) -> tuple[SlowClient, InferenceRequest]:
