@@ -1,8 +1,8 @@
 """Two gateways on real topics with a scripted fleet behind them; slot 0 takes the requests."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,6 @@ import httpx
 from gateway.config import GatewayConfig
 from gateway.service import Gateway
 from infra.local.broker import Broker
-from infra.topics.create import create_topics
 from schemas.api_keys import new_key
 from schemas.priority import PriorityClass
 from schemas.records import InferenceRequest, Tenant
@@ -50,23 +49,6 @@ class GatewayPair:
         ):
             while not queue.empty():
                 queue.get_nowait()
-
-
-@contextmanager
-def gateway_broker(data_dir: Path) -> Iterator[Broker]:
-    """A broker with the topics of LAYOUT."""
-    broker = Broker(data_dir)
-
-    async def start() -> None:
-        await broker.start()
-        await create_topics(broker.bootstrap_servers, LAYOUT)
-
-    try:
-        asyncio.run(start())
-        yield broker
-        asyncio.run(broker.stop())
-    finally:
-        broker.kill()
 
 
 @asynccontextmanager

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from infra.local.broker import Broker
-from infra.topics.create import create_topics
 from schemas import topics
 from schemas.codec import encode
 from schemas.fleet import join
@@ -34,6 +32,7 @@ from tests.admission_harness import (
     make_tenant,
     worker,
 )
+from tests.own_broker import own_broker
 
 PROCESSES = 5
 START_TIMEOUT_S = 90.0
@@ -125,14 +124,8 @@ def holders(client: Fleet) -> dict[int, tuple[PartitionStatus, int]]:
 
 @pytest.fixture
 def bootstrap(tmp_path: Path) -> Iterator[str]:
-    broker = Broker(tmp_path / "broker")
-    try:
-        asyncio.run(broker.start())
-        asyncio.run(create_topics(broker.bootstrap_servers, LAYOUT))
+    with own_broker(tmp_path / "broker", LAYOUT) as broker:
         yield broker.bootstrap_servers
-        asyncio.run(broker.stop())
-    finally:
-        broker.kill()
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from infra.local.broker import Broker
-from infra.topics.create import create_topics
 from schemas import topics
 from schemas.codec import encode
 from schemas.fleet import join
@@ -34,19 +32,14 @@ from tests.admission_harness import (
     make_tenant,
     worker,
 )
+from tests.own_broker import own_broker
 
 
 @pytest.fixture(scope="module")
 def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A broker of its own, with the topics of the deployment."""
-    broker = Broker(tmp_path_factory.mktemp("broker"))
-    try:
-        asyncio.run(broker.start())
-        asyncio.run(create_topics(broker.bootstrap_servers, LAYOUT))
+    with own_broker(tmp_path_factory.mktemp("broker"), LAYOUT) as broker:
         yield broker.bootstrap_servers
-        asyncio.run(broker.stop())
-    finally:
-        broker.kill()
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,12 @@ from openai.types.chat import ChatCompletionMessageParam
 from gateway.config import GatewayConfig
 from gateway.service import Gateway
 from infra.local.broker import Broker
-from infra.topics.create import create_topics
 from schemas.api_keys import new_key
 from schemas.priority import PriorityClass
 from schemas.records import InferenceRequest, Tenant
 from schemas.topics import Layout
 from tests.fleet_driver import FleetDriver, serve, silent, until
+from tests.own_broker import own_broker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LAYOUT = Layout(shards=2, worker_slots=2, gateway_slots=2)
@@ -47,19 +47,9 @@ class Api:
 
 
 @pytest.fixture(scope="module")
-def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    broker = Broker(tmp_path_factory.mktemp("gateway-broker"))
-
-    async def start() -> None:
-        await broker.start()
-        await create_topics(broker.bootstrap_servers, LAYOUT)
-
-    try:
-        asyncio.run(start())
+def http_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    with own_broker(tmp_path_factory.mktemp("gateway-broker"), LAYOUT) as broker:
         yield broker
-        asyncio.run(broker.stop())
-    finally:
-        broker.kill()
 
 
 def config(broker: Broker, slot: int = 0) -> GatewayConfig:
@@ -77,12 +67,12 @@ def config(broker: Broker, slot: int = 0) -> GatewayConfig:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def api_module(own_broker: Broker) -> AsyncIterator[Api]:
-    driver = FleetDriver(own_broker.bootstrap_servers, LAYOUT)
+async def api_module(http_broker: Broker) -> AsyncIterator[Api]:
+    driver = FleetDriver(http_broker.bootstrap_servers, LAYOUT)
     await driver.start()
     await driver.put_tenant("acme", Tenant("acme", PriorityClass.INTERACTIVE, [_API_KEY], []))
     await driver.put_tenant("cheap", Tenant("cheap", PriorityClass.FREE, [_FREE_API_KEY], []))
-    gateway = Gateway(config(own_broker))
+    gateway = Gateway(config(http_broker))
     stop = asyncio.Event()
     running = asyncio.create_task(gateway.run(stop))
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}", timeout=20) as client:
@@ -511,7 +501,7 @@ async def test_metrics_tell_what_happened(api: Api) -> None:
     assert "acme" not in text
 
 
-async def test_sigterm_finishes_running_streams_and_says_left(own_broker: Broker, api: Api) -> None:
+async def test_sigterm_finishes_running_streams_and_says_left(http_broker: Broker, api: Api) -> None:
     release = asyncio.Event()
 
     async def held(driver: FleetDriver, request: InferenceRequest) -> None:
@@ -522,7 +512,7 @@ async def test_sigterm_finishes_running_streams_and_says_left(own_broker: Broker
         await driver.complete(request, 2, "length")
 
     api.driver.script = held
-    settings = config(own_broker, slot=1)
+    settings = config(http_broker, slot=1)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     for name in ("kafka", "slot", "shards", "worker_slots", "gateway_slots", "models_dir", "models"):
         environ[f"HEADRACE_{name.upper()}"] = str(getattr(settings, name))

@@ -15,13 +15,14 @@ from schemas.records import InferenceRequest
 from tests.fleet_driver import FleetDriver, until
 from tests.gateway_pair import (
     HEADERS,
+    LAYOUT,
     OTHER_HEADERS,
     GatewayPair,
     LedWorker,
-    gateway_broker,
     gateway_pair,
     held,
 )
+from tests.own_broker import own_broker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PATH = "/v1/responses"
@@ -31,14 +32,14 @@ BODY = {"model": "simulated", "input": "hi", "max_output_tokens": len(TOKENS)}
 
 
 @pytest.fixture(scope="module")
-def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    with gateway_broker(tmp_path_factory.mktemp("responses-broker")) as broker:
+def responses_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    with own_broker(tmp_path_factory.mktemp("responses-broker"), LAYOUT) as broker:
         yield broker
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair_module(own_broker: Broker) -> AsyncIterator[GatewayPair]:
-    async with gateway_pair(own_broker) as pair:
+async def pair_module(responses_broker: Broker) -> AsyncIterator[GatewayPair]:
+    async with gateway_pair(responses_broker) as pair:
         yield pair
 
 

@@ -16,13 +16,14 @@ from schemas.records import InferenceRequest
 from tests.fleet_driver import FleetDriver, until
 from tests.gateway_pair import (
     HEADERS,
+    LAYOUT,
     OTHER_HEADERS,
     GatewayPair,
     LedWorker,
-    gateway_broker,
     gateway_pair,
     held,
 )
+from tests.own_broker import own_broker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT = "Grüße, 漢字 und 🙂. " * 4
@@ -39,14 +40,14 @@ class Api(GatewayPair):
 
 
 @pytest.fixture(scope="module")
-def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    with gateway_broker(tmp_path_factory.mktemp("streams-broker")) as broker:
+def streams_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    with own_broker(tmp_path_factory.mktemp("streams-broker"), LAYOUT) as broker:
         yield broker
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def api_module(own_broker: Broker) -> AsyncIterator[Api]:
-    async with gateway_pair(own_broker) as pair:
+async def api_module(streams_broker: Broker) -> AsyncIterator[Api]:
+    async with gateway_pair(streams_broker) as pair:
         yield Api(pair.gateways, pair.driver, pair.owner, pair.other)
 
 
@@ -350,7 +351,7 @@ async def test_what_did_not_end_in_time_reads_so_everywhere_and_in_the_bill(
     assert count("headrace_gateway_request_ends_total", {"reason": "deadline_exceeded"}) == 1
 
 
-async def test_a_reading_outlives_a_broker_that_dies(api: Api, own_broker: Broker) -> None:
+async def test_a_reading_outlives_a_broker_that_dies(api: Api, streams_broker: Broker) -> None:
     worker = LedWorker(TOKENS)
     api.driver.script = worker
     worker.allow(9)
@@ -359,14 +360,14 @@ async def test_a_reading_outlives_a_broker_that_dies(api: Api, own_broker: Broke
     behind = {**HEADERS, "last-event-id": "8"}
     async with api.other.stream("GET", f"/v1/streams/{stream}", headers=behind) as back:
         assert back.status_code == 200
-        own_broker.kill()
+        streams_broker.kill()
         await asyncio.sleep(0.3)
         # Its own reading of the log is there to be joined, but not for another partition.
         ids = api.gateways[1].serving.public_ids
         elsewhere = ids.encode("acme", ids.decode("acme", stream)._replace(reply_partition=4))
         refused = await api.read(elsewhere)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "broker_unavailable")
-        await own_broker.start()
+        await streams_broker.start()
         worker.allow(len(TOKENS))
         async with asyncio.timeout(20):
             rest = "".join([line + "\n" async for line in back.aiter_lines()])

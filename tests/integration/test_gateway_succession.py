@@ -16,12 +16,12 @@ import httpx
 import pytest
 
 from infra.local.broker import Broker
-from infra.topics.create import create_topics
 from schemas.api_keys import new_key
 from schemas.priority import PriorityClass
 from schemas.records import Cancellation, InferenceRequest, Tenant
 from schemas.topics import Layout
 from tests.fleet_driver import FleetDriver, until
+from tests.own_broker import own_broker
 from tests.service_process import ServiceProcess
 
 LAYOUT = Layout(shards=2, worker_slots=2, gateway_slots=3)
@@ -36,18 +36,8 @@ Start = Callable[[int], ServiceProcess]
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    broker = Broker(tmp_path_factory.mktemp("succession-broker"))
-
-    async def start() -> None:
-        await broker.start()
-        await create_topics(broker.bootstrap_servers, LAYOUT)
-
-    try:
-        asyncio.run(start())
+    with own_broker(tmp_path_factory.mktemp("succession-broker"), LAYOUT) as broker:
         yield broker
-        asyncio.run(broker.stop())
-    finally:
-        broker.kill()
 
 
 class Worker:

@@ -13,8 +13,7 @@ import pytest
 import pytest_asyncio
 from aiokafka import AIOKafkaConsumer
 
-from infra.local.broker import Broker
-from infra.topics.create import create_tenant_topics, create_topics
+from infra.topics.create import create_tenant_topics
 from schemas import topics
 from schemas.codec import decode, encode
 from schemas.records import BatchRequest, BatchResult, InferenceRequest, Tenant, Usage
@@ -22,6 +21,7 @@ from schemas.topics import Layout
 from streams.ledger.billing import billed, row_of
 from tests.ledger_driver import LedgerDriver, echo
 from tests.ledger_process import LedgerProcess
+from tests.own_broker import own_broker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 LAYOUT = Layout(shards=2, worker_slots=2, gateway_slots=2)
@@ -30,18 +30,8 @@ WAIT_S = 30.0
 
 @pytest.fixture(scope="module")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    broker = Broker(tmp_path_factory.mktemp("ledger-broker"))
-
-    async def start() -> None:
-        await broker.start()
-        await create_topics(broker.bootstrap_servers, LAYOUT)
-
-    try:
-        asyncio.run(start())
+    with own_broker(tmp_path_factory.mktemp("ledger-broker"), LAYOUT) as broker:
         yield broker.bootstrap_servers
-        asyncio.run(broker.stop())
-    finally:
-        broker.kill()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

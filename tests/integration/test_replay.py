@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from infra.local.broker import Broker
-from infra.topics.create import create_topics
 from schemas import topics
 from schemas.codec import encode
 from schemas.records import Dispatched, InferenceRequest, Rejected, Shedding, Usage
 from tests.admission_harness import LAYOUT, AdmissionProcess, Fleet, fleet, make_request, make_tenant, worker
+from tests.own_broker import own_broker
 
 POLICY = """
 from infra.replay.policy import ShippedPolicy
@@ -32,14 +31,8 @@ def make_policy():
 
 @pytest.fixture(scope="module")
 def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    broker = Broker(tmp_path_factory.mktemp("broker"))
-    try:
-        asyncio.run(broker.start())
-        asyncio.run(create_topics(broker.bootstrap_servers, LAYOUT))
+    with own_broker(tmp_path_factory.mktemp("broker"), LAYOUT) as broker:
         yield broker.bootstrap_servers
-        asyncio.run(broker.stop())
-    finally:
-        broker.kill()
 
 
 async def headrace_replay(bootstrap: str, *options: str) -> dict[str, Any]:

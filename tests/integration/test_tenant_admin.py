@@ -10,12 +10,11 @@ from typer.testing import CliRunner
 
 from gateway.tenant_store import TenantStore, VersionConflictError
 from infra.cli import app
-from infra.local.broker import Broker
-from infra.topics.create import create_topics
 from schemas.api_keys import hash_key
 from schemas.records import ClassLimits, Tenant
 from schemas.topics import Layout
 from tests.gateway_factories import Call, Stand
+from tests.own_broker import own_broker
 
 LAYOUT = Layout(shards=2, worker_slots=2, gateway_slots=2)
 ADMIN_KEY = "an administrators' key of 32 or more"
@@ -24,14 +23,8 @@ URL = "/admin/v1/tenants"
 
 @pytest.fixture(scope="module")
 def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    broker = Broker(tmp_path_factory.mktemp("broker"))
-    try:
-        asyncio.run(broker.start())
-        asyncio.run(create_topics(broker.bootstrap_servers, LAYOUT))
+    with own_broker(tmp_path_factory.mktemp("broker"), LAYOUT) as broker:
         yield broker.bootstrap_servers
-        asyncio.run(broker.stop())
-    finally:
-        broker.kill()
 
 
 @pytest.fixture

@@ -10,12 +10,11 @@ import pytest
 from fastavro import parse_schema, schemaless_writer
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
-from infra.local.broker import Broker
-from infra.topics.create import create_topics
 from schemas import topics
 from schemas.headers import REASON, ReplyTo, reply_headers
 from schemas.prefix_sketch import holds, prefix_keys
 from schemas.records import Completion, Dispatch, Heartbeat, InferenceRequest, Left, Tokens
+from tests.own_broker import own_broker
 from tests.service_process import ROOT
 from tests.worker_harness import (
     LAYOUT,
@@ -32,14 +31,8 @@ SLOT = 0
 @pytest.fixture(scope="module")
 def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A broker of its own, with the topics of the deployment."""
-    broker = Broker(tmp_path_factory.mktemp("broker"))
-    try:
-        asyncio.run(broker.start())
-        asyncio.run(create_topics(broker.bootstrap_servers, LAYOUT))
+    with own_broker(tmp_path_factory.mktemp("broker"), LAYOUT) as broker:
         yield broker.bootstrap_servers
-        asyncio.run(broker.stop())
-    finally:
-        broker.kill()
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from infra.local.broker import Broker
-from infra.topics.create import create_topics
 from schemas.records import Completion, Heartbeat, InferenceRequest, Left, Tokens, Usage
 from tests import broken_worker
+from tests.own_broker import own_broker
 from tests.worker_harness import LAYOUT, FleetClient, fleet_client, make_inference_request
 from workers.config import load_config
 from workers.exit_status import ExitStatus
@@ -24,14 +24,8 @@ CHILD = ["-m", "tests.broken_worker", "--child"]
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    broker = Broker(tmp_path_factory.mktemp("broker"))
-    try:
-        asyncio.run(broker.start())
-        asyncio.run(create_topics(broker.bootstrap_servers, LAYOUT))
+    with own_broker(tmp_path_factory.mktemp("broker"), LAYOUT) as broker:
         yield broker
-        asyncio.run(broker.stop())
-    finally:
-        broker.kill()
 
 
 @pytest.fixture

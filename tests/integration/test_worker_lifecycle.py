@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from infra.local.broker import Broker
-from infra.topics.create import create_topics
 from schemas.records import Drain, Heartbeat, Join, Left, Tokens
+from tests.own_broker import own_broker
 from tests.service_process import ROOT
 from tests.worker_harness import (
     LAYOUT,
@@ -29,14 +29,8 @@ Start = Callable[..., WorkerProcess]
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
-    broker = Broker(tmp_path_factory.mktemp("broker"))
-    try:
-        asyncio.run(broker.start())
-        asyncio.run(create_topics(broker.bootstrap_servers, LAYOUT))
+    with own_broker(tmp_path_factory.mktemp("broker"), LAYOUT) as broker:
         yield broker
-        asyncio.run(broker.stop())
-    finally:
-        broker.kill()
 
 
 @pytest.fixture
