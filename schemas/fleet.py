@@ -40,7 +40,7 @@ CONSUMER_SETTINGS: dict[str, Any] = {
 # One fetch is in flight per broker: while a partition's records wait to be taken for longer than 0.1 s, the
 # others are fetched alone, and what comes for that one lies there until this is over. So where somebody waits
 # for what is read, a fetch of nothing ends soon.
-BUSY_FETCH_WAIT_MS = 50
+BUSY_FETCH_WAIT_MS = 100
 BUSY_CONSUMER_SETTINGS: dict[str, Any] = {**CONSUMER_SETTINGS, "fetch_max_wait_ms": BUSY_FETCH_WAIT_MS}
 
 FleetEvent = Join | Drain | Left
