@@ -38,6 +38,10 @@ _LEAVE_S = 5.0
 _AWAKE_S = 5.0
 
 
+# A record of tokens is hundreds of small objects that live for a moment and are in no cycle.
+_GC_THRESHOLDS = (20_000, 20, 50)
+
+
 class SupersededError(RuntimeError):
     """Another process has joined in this slot."""
 
@@ -167,6 +171,7 @@ class Gateway:
         # Models and templates stay for ever: the collector need not walk them.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
         if not config.stream_secret:
             log.warning("HEADRACE_STREAM_SECRET is not set: streams can be read again at this gateway alone")
         log.info("joined", extra={"epoch": epoch, "port": self.port})
