@@ -27,8 +27,7 @@ class Exchange:
     """`request_id` (16 random bytes) is the request's in all topics, and in x-request-id.
 
     `extra_headers` go out with whatever response there will be, `late_headers()` too, known when it begins,
-    and `streams()` as x-headrace-stream. `keyed`:
-    what its Idempotency-Key says, once the body is read.
+    and `streams()` as x-headrace-stream. `keyed`: what its Idempotency-Key says, once the body is read.
     """
 
     __slots__ = (

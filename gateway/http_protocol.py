@@ -32,11 +32,11 @@ _TOLD = 64
 # TCP_INFO begins with the state of the connection; tcp_states.h of Linux.
 _TCP_CLOSE = 7
 _PROBES_S = (0.002, 0.01, 0.05, 0.25, 1.0, 5.0)
-# A chunk of the response that holds a comment: between two events of a stream it says nothing.
 # Of a body that nobody has read yet.
 _BODY_PIECE = 65_536
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 _LINGER_S = 1.0
+# A chunk of the response that holds a comment: between two events of a stream it says nothing.
 _COMMENT_CHUNK = b"3\r\n:\n\n\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 

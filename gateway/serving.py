@@ -137,9 +137,19 @@ class Serving:
         )
         return self.public_ids.encode(request.tenant, public_id)
 
+    def attach(self, request_id: bytes, reply_partition: int) -> None:
+        """Tells the owner of a request, wherever it is, that a client here reads its stream."""
+        word = Attach(request_id, self.owner.slot, self.owner.epoch)
+        self.outbox.put([Announce(word, reply_partition)])
+
+    def detach(self, request_id: bytes, reply_partition: int, detach_ms: int) -> None:
+        """Tells it that one of them has gone, and how long it wants the request to go on unread."""
+        word = Detach(request_id, self.owner.slot, self.owner.epoch, detach_ms)
+        self.outbox.put([Announce(word, reply_partition)])
+
     def join(self, owned: OwnedRequest, record: Duplicate) -> None:
         """Shows its client the answer of the request that was first with its Idempotency-Key."""
-        reader, request, owner = owned.reader, owned.request, self.owner
+        reader, request = owned.reader, owned.request
         if reader is None:
             return
         try:
@@ -157,14 +167,13 @@ class Serving:
         owned.stream_id = record.public_id
         reader.on_news()
         self._joins[request.request_id] = replay, first.reply_partition
-        self.outbox.put([Announce(Attach(first.request_id, owner.slot, owner.epoch), first.reply_partition)])
+        self.attach(first.request_id, first.reply_partition)
 
     def leave_join(self, owned: OwnedRequest) -> None:
         """Its client wants no more of the answer that it joined."""
         replay, partition = self._joins.pop(owned.request.request_id)
         self.scans.leave(replay)
-        word = Detach(replay.request_id, self.owner.slot, self.owner.epoch, owned.detach_ms)
-        self.outbox.put([Announce(word, partition)])
+        self.detach(replay.request_id, partition, owned.detach_ms)
         asked = owned.request.idempotency
         if replay.waived and asked is not None:
             # Admission changed hands before it had read that: it is told once more.

@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from gateway import sse
-from gateway.actions import Announce
 from gateway.api.logprobs import told_logprobs
 from gateway.api.streams import ask_for_end, model_of
 from gateway.attendance import detach_ms
@@ -27,7 +26,7 @@ from schemas.api.errors import ApiError, bad_field
 from schemas.api.response_object import PREFIX, ended_response, failed_response, running_response
 from schemas.api.responses import LOGPROBS
 from schemas.models import LoadedModel
-from schemas.records import Attach, Completion, Detach, Tenant
+from schemas.records import Completion, Tenant
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +97,11 @@ async def _stream(
     model: LoadedModel,
     starting_after: int,
 ) -> None:
-    partition, owner = public_id.reply_partition, serving.owner
+    partition = public_id.reply_partition
     detach = detach_ms(exchange.headers, serving.config.max_detach_s)
     with _following(serving, exchange, tenant, public_id, model, position_behind(starting_after)) as replay:
         reader = replay.response_reader
-        serving.outbox.put([Announce(Attach(public_id.request_id, owner.slot, owner.epoch), partition)])
+        serving.attach(public_id.request_id, partition)
         try:
             await _until(replay, _READ_S, lambda: replay.created is not None)
             created = _created(replay)
@@ -123,8 +122,7 @@ async def _stream(
                 ),
             )
         finally:
-            word = Detach(public_id.request_id, owner.slot, owner.epoch, detach)
-            serving.outbox.put([Announce(word, partition)])
+            serving.detach(public_id.request_id, partition, detach)
             log.info(
                 "a response was read from the log",
                 extra={

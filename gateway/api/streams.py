@@ -20,7 +20,7 @@ from gateway.stream_token import NotATokenError
 from schemas import topics
 from schemas.api.errors import ApiError, bad_field
 from schemas.models import LoadedModel
-from schemas.records import Attach, Cancellation, Detach, Tenant
+from schemas.records import Cancellation, Tenant
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +49,16 @@ async def read_stream(serving: Serving, exchange: Exchange) -> None:
         time.monotonic(),
     )
     replay = Replay(public_id.request_id, tenant.name, reader)
-    partition, owner = public_id.reply_partition, serving.owner
+    partition = public_id.reply_partition
     serving.scans.follow(partition, public_id.first_offset, replay)
-    serving.outbox.put([Announce(Attach(public_id.request_id, owner.slot, owner.epoch), partition)])
+    serving.attach(public_id.request_id, partition)
     gone = asyncio.create_task(watch(exchange, reader))
     try:
         await write_events(exchange, reader, sse.GenerateFrames)
     finally:
         gone.cancel()
         serving.scans.leave(replay)
-        word = Detach(public_id.request_id, owner.slot, owner.epoch, detach)
-        serving.outbox.put([Announce(word, partition)])
+        serving.detach(public_id.request_id, partition, detach)
         log.info(
             "a stream was read from the log",
             extra={

@@ -2,7 +2,8 @@
 
 Each fault is done to streams that run on the simulated model, a step every 5.75 ms, with two gateways and
 two workers; clients whose connection breaks come back at the other gateway. Keys per fault: the largest gap
-between two events of a stream after it, over the streams it concerned; retries and claims in the log.
+between two events of a stream after it, over the streams it concerned; retries and claims in the log. It
+fails where a token was lost, doubled or billed wrongly.
 """
 
 import argparse
@@ -13,7 +14,6 @@ from typing import Any
 from infra.benchmarks import faults
 from infra.benchmarks.bench_stack import bench_stack
 from infra.benchmarks.faults import Fault, Load, inflict
-from infra.local.stack import BROKER
 from schemas.catalog import SIMULATED_MODEL
 
 # name: the fault, the load, and what has to be started again
@@ -53,5 +53,4 @@ async def run(options: argparse.Namespace, report: Callable[[str], None]) -> dic
             report(str(figures[name]))
             for process in to_restart:
                 await bench.stack.restart(process)
-        assert bench.stack.child(BROKER).running
     return figures
