@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,6 +85,18 @@ class RunningStack:
         return sum(float(value) for key, value in samples if key.split("{")[0] == name)
 
 
+@contextmanager
+def running_stack(config: StackConfig) -> Iterator[RunningStack]:
+    """A stack with a tenant; gone afterwards, whatever happens."""
+    running = RunningStack(config)
+    try:
+        running.start()
+        running.api_key = running.tenant(TENANT)
+        yield running
+    finally:
+        running.close()
+
+
 MakeStack = Callable[..., RunningStack]
 
 
@@ -118,31 +131,20 @@ def make_stack(tmp_path: Path) -> Iterator[MakeStack]:
 @pytest.fixture(scope="session")
 def simulated_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     """For tests that leave it as it is; each makes tenants of its own where it counts."""
-    running = RunningStack(simulated_config(tmp_path_factory.mktemp("simulated")))
-    try:
-        running.start()
-        running.api_key = running.tenant(TENANT)
+    with running_stack(simulated_config(tmp_path_factory.mktemp("simulated"))) as running:
         yield running
-    finally:
-        running.close()
 
 
 @pytest.fixture(scope="session")
 def gemma_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     """The real model in deterministic mode, for tests that leave it as it is."""
     ensure_model(DEFAULT_MODELS_DIR, print)
-    running = RunningStack(
-        StackConfig(
-            data_dir=tmp_path_factory.mktemp("gemma"),
-            models_dir=DEFAULT_MODELS_DIR,
-            models=(MODEL_ID,),
-            runner="torch",
-            deterministic=True,
-        )
+    config = StackConfig(
+        data_dir=tmp_path_factory.mktemp("gemma"),
+        models_dir=DEFAULT_MODELS_DIR,
+        models=(MODEL_ID,),
+        runner="torch",
+        deterministic=True,
     )
-    try:
-        running.start()
-        running.api_key = running.tenant(TENANT)
+    with running_stack(config) as running:
         yield running
-    finally:
-        running.close()

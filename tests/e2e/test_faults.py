@@ -15,7 +15,7 @@ from infra.benchmarks import faults
 from infra.benchmarks.faults import Fault, Load, inflict
 from schemas.priority import PriorityClass
 from schemas.records import ClassLimits
-from tests.e2e.conftest import TENANT, RunningStack, simulated_config
+from tests.e2e.conftest import RunningStack, running_stack, simulated_config
 
 TOKENS_PER_MINUTE = 12_000
 
@@ -26,13 +26,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     # Time enough for gateways to restate on a machine that is busy.
     settings = {"admission": {"HEADRACE_RESTATE_WAIT_MS": "5000"}}
     data_dir = tmp_path_factory.mktemp("pair")
-    running = RunningStack(simulated_config(data_dir, gateways=2, workers=2, step_ms=10.0, settings=settings))
-    try:
-        running.start()
-        running.api_key = running.tenant(TENANT)
+    config = simulated_config(data_dir, gateways=2, workers=2, step_ms=10.0, settings=settings)
+    with running_stack(config) as running:
         yield running
-    finally:
-        running.close()
 
 
 def suffer(pair: RunningStack, fault: Fault, load: Load, *to_restart: str) -> dict[str, Any]:

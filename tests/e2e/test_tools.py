@@ -8,7 +8,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.e2e.conftest import RunningStack, simulated_config
+from tests.e2e.conftest import RunningStack, running_stack, simulated_config
 from tests.tool_model import TOOL_MODEL, WEATHER, put_in_catalogue
 
 USER: dict[str, Any] = {"role": "user", "content": "How is the weather?"}
@@ -19,13 +19,9 @@ TOOLS: list[Any] = [{"type": "function", "function": WEATHER}]
 def tool_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     folder = tmp_path_factory.mktemp("tools")
     put_in_catalogue(folder)
-    running = RunningStack(simulated_config(folder / "data", models_dir=folder, models=(TOOL_MODEL,)))
-    try:
-        running.start()
-        running.api_key = running.tenant("acme")
+    config = simulated_config(folder / "data", models_dir=folder, models=(TOOL_MODEL,))
+    with running_stack(config) as running:
         yield running
-    finally:
-        running.close()
 
 
 def test_openais_client_gets_calls_and_sends_results(tool_stack: RunningStack) -> None:
