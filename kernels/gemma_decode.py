@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -51,6 +52,26 @@ class DecodeLayer:
     next_norm: Tensor
 
 
+class LayerTable:
+    """Where the weights and the KV of each layer lie: int64 [num_layers, LAYER_WORDS], for `run_phases`."""
+
+    def __init__(self, layers: Sequence[DecodeLayer]) -> None:
+        self._layers = list(layers)
+        self.words = np.zeros((len(layers), LAYER_WORDS), np.int64)
+        self._caches = (0, 0, 0, 0)
+
+    def with_caches(self, keys: Tensor, values: Tensor) -> npt.NDArray[np.int64]:
+        """The table for these caches, shaped as for `GemmaDecode`; made anew only when they are others."""
+        # A pool that is freed and allocated in another size may lie at the same address: the place of each
+        # layer in it is another all the same.
+        caches = (keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0))
+        if caches != self._caches:
+            for index, layer in enumerate(self._layers):
+                self.words[index] = _words_of(layer, keys[index], values[index])
+            self._caches = caches
+        return self.words
+
+
 class GemmaDecode:
     """The layers of a model and the buffers of a decode. For one thread at a time."""
 
@@ -64,8 +85,8 @@ class GemmaDecode:
         """`lm_head`: the output matrix in pieces of rows."""
         self._sizes = sizes
         # These own the memory whose addresses the tables hold.
-        self._first_norm, self._layers, self._lm_head = first_norm, list(layers), list(lm_head)
-        self._layer_words = np.zeros((len(layers), LAYER_WORDS), np.int64)
+        self._first_norm, self._lm_head = first_norm, list(lm_head)
+        self._layers = LayerTable(layers)
         starts = np.cumsum([0, *(piece.out_features for piece in lm_head)])
         self._pieces = np.array(
             [
@@ -76,7 +97,6 @@ class GemmaDecode:
         )
         num_phases = 1 + len(layers) * PHASES_OF_LAYER + len(lm_head)
         self._counters = np.zeros(num_phases * PHASE_BYTES // 8, np.int64)
-        self._caches = (0, 0)
         self._reserve(1)
 
     def _reserve(self, num_rows: int) -> None:
@@ -114,17 +134,13 @@ class GemmaDecode:
         num_rows = hidden.shape[0]
         if num_rows > self._max_rows:
             self._reserve(num_rows)
-        if (caches := (keys.data_ptr(), values.data_ptr())) != self._caches:
-            for index, layer in enumerate(self._layers):
-                self._layer_words[index] = _words_of(layer, keys[index], values[index])
-            self._caches = caches
         self._counters.fill(0)
         _kernel(
             (
                 num_rows,
                 self._counters.ctypes.data,
-                self._layer_words.ctypes.data,
-                len(self._layers),
+                self._layers.with_caches(keys, values).ctypes.data,
+                len(self._layers.words),
                 sizes.hidden_size,
                 sizes.intermediate_size,
                 sizes.num_heads,

@@ -22,6 +22,8 @@ PANELS = 2  # of one tile
 _INT8, _INT32, _INT64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _FEATURES = dict(llvmlite.binding.get_host_cpu_features())
 HAS_VNNI = bool(_FEATURES.get("avx512vnni") and _FEATURES.get("avx512f"))
+# Elsewhere oneDNN has its reference code for int8 and nothing more: a prompt takes it minutes.
+ONEDNN_HAS_INT8 = bool(_FEATURES.get("avx512f") or _FEATURES.get("avxvnni"))
 HAS_AMX = bool(_FEATURES.get("amx-int8") and _FEATURES.get("amx-tile"))
 
 _ACCUMULATORS = ir.VectorType(_INT32, PANEL)

@@ -4,10 +4,8 @@ Kernels take addresses instead of arrays: tensors go in and out without a copy, 
 Everything here is for use inside functions that are decorated with `compiled`.
 """
 
-import os
+import time
 from collections.abc import Callable
-from hashlib import sha256
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
@@ -16,24 +14,9 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 
+from kernels import native_cache
 
-def _cache_folder() -> Path:
-    """Where machine code is kept, by the sources it was made of: numba itself looks at the file of the outer
-    function only, and would go on calling what its callees once were."""
-    folder = Path(__file__).parent
-    digest = sha256()
-    for source in sorted(folder.glob("*.py")):
-        digest.update(source.read_bytes())
-    name = f"numba-{digest.hexdigest()[:16]}"
-    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
-        return Path(chosen) / name
-    bytecode = folder / "__pycache__"
-    if os.access(bytecode if bytecode.exists() else folder, os.W_OK):
-        return bytecode / name
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / name
-
-
-numba.config.CACHE_DIR = str(_cache_folder())  # type: ignore[attr-defined]
+numba.config.CACHE_DIR = str(native_cache.use(native_cache.folder(), time.time()))  # type: ignore[attr-defined]
 
 P = ParamSpec("P")
 R = TypeVar("R")

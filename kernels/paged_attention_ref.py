@@ -18,6 +18,8 @@ def paged_attention_ref(
     query_start_loc: Tensor,
     scale: float,
     sliding_window: int | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Causal attention in fp32, returned in query's dtype: [num_tokens, num_heads, head_dim].
 
@@ -26,7 +28,7 @@ def paged_attention_ref(
     num_kv_heads, the new tokens already written; block_tables: int [num_seqs, max_blocks], entries past a
     sequence's end are not read; seq_lens: int [num_seqs], tokens with the new ones; query_start_loc: int
     [num_seqs + 1], where each chunk starts in query. With `sliding_window` a token looks at that many
-    tokens, itself counted.
+    tokens, itself counted. k_scale, v_scale: what the values of an FP8 cache are multiplied with.
     """
     output = torch.empty_like(query)
     num_heads, head_dim = query.shape[1:]
@@ -43,10 +45,12 @@ def paged_attention_ref(
             cache.index_select(0, blocks).flatten(0, 1).to(torch.float32).transpose(0, 1)
             for cache in (key_cache, value_cache)
         )
+        if v_scale != 1.0:
+            values = values * v_scale
         for row in range(start, end):
             position = row + offset
             visible = slice(_oldest_visible(position, sliding_window) - first_key, position + 1 - first_key)
-            scores = grouped[row] @ keys[:, visible].transpose(1, 2) * scale
+            scores = grouped[row] @ keys[:, visible].transpose(1, 2) * (scale * k_scale)
             attended = scores.softmax(dim=-1) @ values[:, visible]
             output[row] = attended.view(num_heads, head_dim)
     return output

@@ -4,13 +4,24 @@ import torch
 from torch import Tensor
 
 
+def rotary_frequencies(base: float, head_dim: int) -> Tensor:
+    """Radians a position, of each pair of elements: fp32, [head_dim / 2]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / base**exponents
+
+
 def cos_sin_cache(base: float, head_dim: int, max_positions: int) -> Tensor:
+    """`cos_sin_table` of the frequencies that are not scaled."""
+    return cos_sin_table(rotary_frequencies(base, head_dim), max_positions)
+
+
+def cos_sin_table(frequencies: Tensor, max_positions: int) -> Tensor:
     """Cosines and sines of every position: fp32, [max_positions, 2, head_dim / 2].
 
-    Looked up, not computed in each step: a position has the same bits in every batch.
+    frequencies: as of `rotary_frequencies`. Looked up, not computed in each step: a position has the same
+    bits in every batch.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), 1.0 / base**exponents)
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     return torch.stack((angles.cos(), angles.sin()), dim=1)
 
 
