@@ -63,6 +63,7 @@ def serve(config: WorkerConfig, epoch_fd: int) -> int:
     from workers.canary import CanaryFailedError
     from workers.engine_watch import EngineStalledError
     from workers.mailbox import SupersededError
+    from workers.rank_died import RankDiedError
     from workers.worker import Worker
 
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -90,11 +91,14 @@ def serve(config: WorkerConfig, epoch_fd: int) -> int:
     except* EngineStalledError as group:
         log.error("the engine has stalled", extra={"error": str(_first(group))})
         status = ExitStatus.ENGINE_STALLED
+    except* RankDiedError as group:
+        log.error("a rank has died", extra={"error": str(_first(group))})
+        status = ExitStatus.RANK_DIED
     except* Exception as group:
         log.error("failed: %s", _first(group), exc_info=_first(group))
         status = ExitStatus.FAILED
-    if status is ExitStatus.ENGINE_STALLED:
-        # The thread in its endless step can hold up the interpreter's end as well.
+    if status in (ExitStatus.ENGINE_STALLED, ExitStatus.RANK_DIED):
+        # The thread in its endless step, or waiting for a rank, can hold up the interpreter's end as well.
         logging.shutdown()
         os._exit(status)
     return status

@@ -55,7 +55,8 @@ class SchedulerOutput:
     computed the runner copies whole blocks over all layers: first `swap_out`, pairs (device block, host
     block), then `swap_in`, pairs (host block, device block).
 
-    `num_context_tokens` is the sum of the sequences' lengths with this step's tokens, `predicted_s` how long
+    `num_sampled` sequences sample a token. `num_context_tokens` is the sum of the sequences' lengths with
+    this step's tokens, `num_attended_pairs` is of its prompt chunks (step_time.py), `predicted_s` how long
     the step is thought to take.
     """
 
@@ -65,7 +66,9 @@ class SchedulerOutput:
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     total_num_scheduled_tokens: int = 0
+    num_sampled: int = 0
     num_context_tokens: int = 0
+    num_attended_pairs: int = 0
     predicted_s: float = 0.0
 
 

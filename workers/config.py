@@ -1,13 +1,20 @@
 """Everything a worker is told, and nothing it finds out by itself."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from schemas.catalog import SIMULATED_MODEL, Catalog, CatalogError
 from schemas.config import CommonConfig, from_env, setting
 from workers.block_hash import PrefixSharing
+from workers.block_pool import num_blocks_for
+from workers.pool_sizes import MIB
 from workers.roofline import DEVICES, MODELS, DType, Roofline
-from workers.scheduler_config import SchedulerConfig
+from workers.scheduler_config import (
+    DEFAULT_MAX_NUM_SEQS,
+    MOST_UNASKED_SEQS,
+    SchedulerConfig,
+    gpu_max_num_seqs,
+)
 
 RUNNERS = ("torch", "simulated")
 LINEAR_MODES = ("auto", "int8", "weight_only", "bf16")  # as workers.models.linear_choice, without torch
@@ -37,14 +44,23 @@ class WorkerConfig(CommonConfig):
     linear: str = setting(
         "auto", doc="How the fast mode multiplies: auto (what is fastest here), int8, weight_only, or bf16."
     )
-    threads: int | None = setting(None, doc="Threads of torch; empty: as many as there are cores.")
+    tensor_parallel: int = setting(
+        1, doc="Ranks that the model is spread over, each a process; one that dies ends the worker."
+    )
+    threads: int | None = setting(
+        None, doc="Threads of torch in each rank; empty: the ranks share the cores equally."
+    )
     kv_memory_mib: int | None = setting(
         None,
         doc="Memory of the KV pool in MiB, a hard ceiling; empty: a quarter of what the start finds free, at "
         "most 512, or what simulated GPUs have left.",
     )
     max_model_len: int | None = setting(None, doc="Tokens of one sequence; empty: the model's context.")
-    max_num_seqs: int = setting(64, doc="Sequences in the running batch.")
+    max_num_seqs: int | None = setting(
+        None,
+        doc=f"Sequences in the running batch; empty: {DEFAULT_MAX_NUM_SEQS}, or on simulated GPUs as many as "
+        f"their KV holds, at most {MOST_UNASKED_SEQS}.",
+    )
     max_num_batched_tokens: int = setting(
         512, doc="Tokens of one step. A running stream waits for as long as these take to compute."
     )
@@ -73,7 +89,10 @@ class WorkerConfig(CommonConfig):
     stall_exit_s: float = setting(60.0, doc="A step that lasts longer than these seconds ends the worker.")
     start_s: float = setting(60.0, doc="Seconds to reach Kafka in, at the start.")
     drain_s: float = setting(8.0, doc="Seconds that running requests have to end in after SIGTERM.")
-    send_s: float = setting(300.0, doc="Seconds a record may stay unacked before the worker gives up.")
+    send_s: float = setting(
+        300.0,
+        doc="Seconds a record may be unacked, while heartbeats are taken, before a worker gives up.",
+    )
 
     def errors(self) -> list[str]:
         found = super().errors()
@@ -102,11 +121,15 @@ class WorkerConfig(CommonConfig):
             )
         if self.step_ms < 0:
             found.append(f"HEADRACE_STEP_MS must not be negative, got {self.step_ms}")
-        found += self._simulation_errors()
+        simulation = self._simulation_errors()
+        found += simulation
         if self.threads is not None and self.threads < 1:
             found.append(f"HEADRACE_THREADS must be at least 1, got {self.threads}")
+        found += self._rank_errors()
         try:
-            self.scheduler_config(self.max_model_len or 1)
+            # Which GPUs these are is not known where their settings are wrong.
+            known = replace(self, simulated_gpu="") if simulation else self
+            known.scheduler_config(self.max_model_len or 1)
         except ValueError as error:
             found.append(str(error))
         return found
@@ -117,7 +140,7 @@ class WorkerConfig(CommonConfig):
             max_model_len=model_context
             if self.max_model_len is None
             else min(self.max_model_len, model_context),
-            max_num_seqs=self.max_num_seqs,
+            max_num_seqs=self._max_num_seqs() if self.max_num_seqs is None else self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_prefill_chunk=self.max_prefill_chunk,
             max_num_waiting=self.max_num_waiting,
@@ -125,6 +148,15 @@ class WorkerConfig(CommonConfig):
             batch_watermark=self.batch_watermark,
             hold_batch_in_prefill=self.hold_batch_in_prefill,
         )
+
+    def _max_num_seqs(self) -> int:
+        gpus = self.roofline()
+        if gpus is None:
+            return DEFAULT_MAX_NUM_SEQS
+        num_blocks = gpus.num_blocks
+        if self.kv_memory_mib is not None:
+            num_blocks = num_blocks_for(self.kv_memory_mib * MIB, gpus.bytes_per_block)
+        return gpu_max_num_seqs(num_blocks, self.max_num_batched_tokens)
 
     def roofline(self) -> Roofline | None:
         """The GPUs that are simulated, if any. Raises ValueError when the model does not fit them."""
@@ -138,6 +170,24 @@ class WorkerConfig(CommonConfig):
             DType(self.simulated_kv_dtype),
             DType(self.simulated_compute_dtype),
         )
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that it runs on, simulated ones too; 1 without any: the machine."""
+        return self.simulated_tensor_parallel if self.simulated_gpu else 1
+
+    def _rank_errors(self) -> list[str]:
+        """What the model itself cannot be split over is found when it is loaded."""
+        name, ranks = "HEADRACE_TENSOR_PARALLEL", self.tensor_parallel
+        if ranks < 1:
+            return [f"{name} must be at least 1, got {ranks}"]
+        if ranks > 1 and self.runner == "simulated":
+            return [f"{name} is {ranks}: simulated GPUs have HEADRACE_SIMULATED_TENSOR_PARALLEL"]
+        if ranks > 1 and self.linear not in ("auto", "bf16"):
+            return [
+                f"{name} is {ranks}: several ranks multiply in bf16, but HEADRACE_LINEAR is {self.linear!r}"
+            ]
+        return []
 
     def _simulation_errors(self) -> list[str]:
         found = []

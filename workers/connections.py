@@ -1,17 +1,25 @@
-"""A worker's Kafka clients: four producers that must not wait for one another, and a consumer."""
+"""A worker's Kafka clients: four producers and two consumers that must not wait for one another."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.errors import KafkaError
 
 from schemas import topics
-from schemas.fleet import BUSY_CONSUMER_SETTINGS, HEARTBEAT_PRODUCER_SETTINGS, PRODUCER_SETTINGS
+from schemas.fleet import (
+    BUSY_CONSUMER_SETTINGS,
+    CONSUMER_SETTINGS,
+    HEARTBEAT_PRODUCER_SETTINGS,
+    PRODUCER_SETTINGS,
+)
+from schemas.kafka_login import client_settings
+from schemas.lasting_producer import lasting
+from schemas.stop_client import stop_client
 from schemas.topics import Layout
 
 log = logging.getLogger(__name__)
@@ -37,7 +45,7 @@ class KafkaUnavailableError(RuntimeError):
 
 class _Client(Protocol):
     async def start(self) -> None: ...
-    async def stop(self) -> None: ...
+    def stop(self) -> Coroutine[Any, Any, None]: ...
 
 
 C = TypeVar("C", bound=_Client)
@@ -51,7 +59,8 @@ class Connections:
     usage: AIOKafkaProducer
     heartbeats: AIOKafkaProducer
     decisions: AIOKafkaProducer
-    consumer: AIOKafkaConsumer
+    mailbox: AIOKafkaConsumer
+    cancellations: AIOKafkaConsumer
 
 
 @contextlib.asynccontextmanager
@@ -70,15 +79,16 @@ async def connect(bootstrap_servers: str, layout: Layout, timeout: float) -> Asy
     try:
         try:
             async with asyncio.timeout(timeout):
-                settings = {"bootstrap_servers": bootstrap_servers}
+                settings = client_settings(bootstrap_servers)
                 connections = Connections(
-                    tokens=await start(lambda: AIOKafkaProducer(**settings, **PRODUCER_SETTINGS)),
-                    usage=await start(lambda: AIOKafkaProducer(**settings, **PRODUCER_SETTINGS)),
+                    tokens=await start(lambda: lasting(AIOKafkaProducer(**settings, **PRODUCER_SETTINGS))),
+                    usage=await start(lambda: lasting(AIOKafkaProducer(**settings, **PRODUCER_SETTINGS))),
                     heartbeats=await start(
                         lambda: AIOKafkaProducer(**settings, **HEARTBEAT_PRODUCER_SETTINGS)
                     ),
-                    decisions=await start(lambda: AIOKafkaProducer(**settings, **PRODUCER_SETTINGS)),
-                    consumer=await start(lambda: AIOKafkaConsumer(**settings, **BUSY_CONSUMER_SETTINGS)),
+                    decisions=await start(lambda: lasting(AIOKafkaProducer(**settings, **PRODUCER_SETTINGS))),
+                    mailbox=await start(lambda: AIOKafkaConsumer(**settings, **BUSY_CONSUMER_SETTINGS)),
+                    cancellations=await start(lambda: AIOKafkaConsumer(**settings, **CONSUMER_SETTINGS)),
                 )
                 await _check_topics(connections, layout)
         except TimeoutError:
@@ -88,9 +98,7 @@ async def connect(bootstrap_servers: str, layout: Layout, timeout: float) -> Asy
         yield connections
     finally:
         for client in reversed(clients):
-            with contextlib.suppress(KafkaError, TimeoutError):
-                # A stop flushes, and with the broker away that never ends.
-                await asyncio.wait_for(client.stop(), _CLOSE_S)
+            await stop_client(client, _CLOSE_S)
 
 
 async def start_client(make: Callable[[], C], bootstrap_servers: str) -> C:
@@ -102,12 +110,12 @@ async def start_client(make: Callable[[], C], bootstrap_servers: str) -> C:
             await client.start()
             return client
         except KafkaError as error:
-            await client.stop()
+            await stop_client(client, _CLOSE_S)
             if not said:
                 log.info("waiting for Kafka", extra={"bootstrap": bootstrap_servers, "error": repr(error)})
                 said = True
         except BaseException:
-            await client.stop()
+            await stop_client(client, _CLOSE_S)
             raise
         await asyncio.sleep(_RETRY_S)
 
@@ -123,7 +131,8 @@ async def _check_topics(connections: Connections, layout: Layout) -> None:
         if found != wanted[topic]:
             errors.append(f"{topic} has {found} partitions, by the settings it should have {wanted[topic]}")
     if errors:
-        raise KafkaUnavailableError("; ".join(errors) + ": create the topics, or correct the layout")
+        told = "; ".join(errors)
+        raise KafkaUnavailableError(f"{told}: make them with `headrace topics`, or correct the layout")
     for producer, used in (
         (connections.usage, (topics.USAGE, topics.EVENTS, topics.SCHEMAS)),
         (connections.heartbeats, (topics.HEARTBEATS,)),

@@ -256,15 +256,17 @@ class EngineThread:
             self._prefix_keys = index.keys()
         return EngineStats(
             num_running=scheduler.num_running,
+            num_running_by_class=scheduler.running.len_by_class(),
             num_waiting=scheduler.num_waiting_by_class(),
             num_blocks=pool.num_blocks,
             free_blocks=pool.num_free_blocks,
+            own_blocks=scheduler.running.own_blocks_by_class(),
             num_host_blocks=host_pool.num_blocks if host_pool else 0,
             free_host_blocks=host_pool.num_free_blocks if host_pool else 0,
             kv_fragmentation=scheduler.fragmentation(),
             prefix_cache_queries=kv.prefix_cache_queries,
             prefix_cache_hits=kv.prefix_cache_hits,
-            queued_prefill_tokens=scheduler.num_uncomputed_tokens(),
+            uncomputed_tokens=scheduler.num_uncomputed_tokens(),
             num_preemptions=scheduler.num_preemptions,
             preemptions=dict(scheduler.preemptions),
             step_time_ms=meter.step_s * 1000,

@@ -1,6 +1,6 @@
 """What the engine says about itself in heartbeats and metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from workers.batch import PreemptionMode, PreemptionReason, SchedulerOutput
@@ -12,7 +12,9 @@ _WEIGHT = 0.1  # of a new step in the running means: they forget in some tens of
 class EngineStats:
     """One consistent look, taken by the engine thread between two steps.
 
-    `read_offsets` are the mailbox offsets, by class, up to which dispatches are in these figures. Counters
+    `read_offsets` are the mailbox offsets, by class, up to which dispatches are in these figures. By class,
+    too, are `num_waiting`, `uncomputed_tokens` of all that run and wait, and `own_blocks` of those that run:
+    what they did not find cached. Counters
     since the start are `num_preemptions`, by reason and mode in `preemptions`, and `prefix_cache_queries` and
     `prefix_cache_hits`, in tokens. `kv_fragmentation` is the share of the slots in held blocks that hold no
     token, 0 … 1. `predicted_step_ms` was predicted for the step that ended last. `prefix_keys` name what the
@@ -20,15 +22,17 @@ class EngineStats:
     """
 
     num_running: int = 0
+    num_running_by_class: tuple[int, ...] = (0, 0, 0)
     num_waiting: tuple[int, ...] = (0, 0, 0)
     num_blocks: int = 0
     free_blocks: int = 0
+    own_blocks: tuple[int, ...] = (0, 0, 0)
     num_host_blocks: int = 0
     free_host_blocks: int = 0
     kv_fragmentation: float = 0.0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
-    queued_prefill_tokens: int = 0
+    uncomputed_tokens: tuple[int, ...] = (0, 0, 0)
     num_preemptions: int = 0
     preemptions: Mapping[tuple[PreemptionReason, PreemptionMode], int] = field(default_factory=dict)
     step_time_ms: float = 0.0
@@ -56,6 +60,15 @@ class StepMeter:
             self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, num_tokens / seconds)
         else:
             self.decode_tokens_per_s = _mean(self.decode_tokens_per_s, num_tokens / seconds)
+
+    def add_decodes(self, num_seqs: int, seconds: Iterable[float]) -> None:
+        """Steps that followed one another, each with one token of each of `num_seqs` sequences."""
+        step_s, rate = self.step_s, self.decode_tokens_per_s
+        for step in seconds:
+            step = max(step, 1e-9)
+            step_s = step if step_s == 0.0 else step_s + _WEIGHT * (step - step_s)
+            rate = num_seqs / step if rate == 0.0 else rate + _WEIGHT * (num_seqs / step - rate)
+        self.step_s, self.decode_tokens_per_s = step_s, rate
 
 
 def _mean(mean: float, value: float) -> float:

@@ -1,7 +1,7 @@
 """Deterministic mode: every token is computed by operations whose shapes only its own position gives.
 
-So logits are equal bit for bit whatever else is in the batch, in which chunks a prompt came, and what ran
-before (on one kind of machine with one number of threads).
+So logits are equal bit for bit whatever else is in the batch, in which chunks a prompt came, what ran before,
+and on how many ranks (on one kind of machine with one number of threads in each rank).
 """
 
 from bisect import bisect_left, bisect_right
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from workers.model_step import ModelStep
-from workers.models.gemma import GemmaModel
+from workers.models.decoder import Decoder
 from workers.models.layers import Attention, KVCache, Linear, TokenwiseAttention
 
 # Every matrix product is computed at one shape, with this many rows (padded). In fp32 on a Xeon with 2
@@ -24,11 +24,11 @@ LOGIT_TILE_ROWS = 4
 class ExactForward:
     """A model computed in tiles of rows."""
 
-    def __init__(self, model: GemmaModel) -> None:
+    def __init__(self, model: Decoder) -> None:
         """Raises RuntimeError when the machine's matrix library computes equal rows differently."""
         self.model = model
         _check_row_invariance(model.linears, TILE_ROWS)
-        _check_row_invariance([model.lm_head], LOGIT_TILE_ROWS)
+        _check_row_invariance(model.lm_head[:1], LOGIT_TILE_ROWS)
 
     def compute_logits(self, step: ModelStep, cache: KVCache) -> Tensor:
         """Stores the KV of all tokens; fp32 logits of the rows that sample.
@@ -40,7 +40,7 @@ class ExactForward:
         hidden = torch.empty(num_tokens, self.model.config.hidden_size)
         for start in range(0, num_tokens, TILE_ROWS):
             tile = slice(start, min(start + TILE_ROWS, num_tokens))
-            attention = _tile_attention(step, cache, tile.start, tile.stop)
+            attention = self._tile_attention(step, cache, tile.start, tile.stop)
             padded = self.model.forward(
                 _pad(step.token_ids[tile], TILE_ROWS), _pad(step.positions[tile], TILE_ROWS), attention
             )
@@ -53,20 +53,20 @@ class ExactForward:
             logits[start : start + len(rows)] = padded[: len(rows)]
         return logits
 
-
-def _tile_attention(step: ModelStep, cache: KVCache, start: int, end: int) -> Attention:
-    """Attention for rows start … end - 1 of a step: the sequences cut to what lies in there."""
-    first = bisect_right(step.query_start_loc, start) - 1
-    last = bisect_left(step.query_start_loc, end)
-    ends = step.query_start_loc[first + 1 : last + 1]
-    tables = [torch.tensor(table) for table in step.block_tables[first:last]]
-    return TokenwiseAttention(
-        cache,
-        slot_mapping=step.slot_mapping[start:end],
-        block_tables=pad_sequence(tables, batch_first=True),
-        seq_lens=torch.tensor(step.seq_lens[first:last]) - (torch.tensor(ends) - end).clamp(min=0),
-        query_start_loc=torch.tensor([0, *(min(each, end) - start for each in ends)]),
-    )
+    def _tile_attention(self, step: ModelStep, cache: KVCache, start: int, end: int) -> Attention:
+        """Attention for rows start … end - 1 of a step: the sequences cut to what lies in there."""
+        first = bisect_right(step.query_start_loc, start) - 1
+        last = bisect_left(step.query_start_loc, end)
+        ends = step.query_start_loc[first + 1 : last + 1]
+        tables = [torch.tensor(table) for table in step.block_tables[first:last]]
+        return TokenwiseAttention(
+            cache,
+            self.model.sharding.attention_pieces,
+            slot_mapping=step.slot_mapping[start:end],
+            block_tables=pad_sequence(tables, batch_first=True),
+            seq_lens=torch.tensor(step.seq_lens[first:last]) - (torch.tensor(ends) - end).clamp(min=0),
+            query_start_loc=torch.tensor([0, *(min(each, end) - start for each in ends)]),
+        )
 
 
 def _pad(rows: Tensor, num_rows: int) -> Tensor:

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class ExitStatus(IntEnum):
-    """CONFIG: it never began. SUPERSEDED: another process has the slot. The last two are about the engine."""
+    """CONFIG: it never began. SUPERSEDED: another process has the slot. The last are about the engine."""
 
     STOPPED = 0
     FAILED = 1
@@ -12,3 +12,4 @@ class ExitStatus(IntEnum):
     SUPERSEDED = 3
     CANARY_FAILED = 4
     ENGINE_STALLED = 5
+    RANK_DIED = 6

@@ -29,6 +29,11 @@ class HeartbeatLoop:
         self._missed = False
         self._waiting: list[asyncio.Future[None]] = []
 
+    @property
+    def answered(self) -> bool:
+        """The broker took the last one."""
+        return not self._missed
+
     async def delivered(self) -> None:
         """Returns when a beat that was made after this call is acked. The caller sets a deadline."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

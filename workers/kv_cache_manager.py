@@ -1,6 +1,6 @@
 """Which blocks a request holds. The only code that writes its block tables and block hashes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from workers.block_hash import BlockHasher
 from workers.block_pool import BLOCK_SIZE, BlockPool
@@ -100,6 +100,15 @@ class KVCacheManager:
                 return False
             request.block_table += self.pool.allocate(missing)
         return True
+
+    def append_blocks(self, requests: Sequence[Request]) -> Iterator[Request]:
+        """One block more for each, in their order; yields each when it has it.
+
+        Raises NoFreeBlocksError, with nothing changed.
+        """
+        for request, block in zip(requests, self.pool.allocate(len(requests)), strict=True):
+            request.block_table.append(block)
+            yield request
 
     def cache_computed(self, request: Request) -> None:
         """Lets others find the full blocks up to `num_computed_tokens`. To be called when a step is over."""

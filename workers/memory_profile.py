@@ -24,12 +24,18 @@ class ProfiledRunner(ModelRunner, Protocol):
 
 
 def profile_memory(
-    runner: ProfiledRunner, config: SchedulerConfig, vocab_size: int, *, tiled: bool = False
+    runner: ProfiledRunner,
+    config: SchedulerConfig,
+    vocab_size: int,
+    *,
+    tiled: bool = False,
+    num_ranks: int = 1,
 ) -> MemoryProfile:
     """To be called with the weights loaded and before the pools are allocated. Takes as long as two steps.
 
     `tiled`: the runner computes a few tokens at a time, so that a step of many prompt tokens takes no more
-    memory than one of decodes, but seconds; it is left out.
+    memory than one of decodes, but seconds; it is left out. `num_ranks` processes run the steps on this
+    machine; no other takes more than this one, which samples.
 
     The steps also leave kernels compiled and scratch memory allocated, which counts as theirs.
     """
@@ -44,7 +50,7 @@ def profile_memory(
         peak = peak_bytes(work)
     finally:
         runner.free_kv_cache()
-    return MemoryProfile(available, peak)
+    return MemoryProfile(available, peak * num_ranks)
 
 
 def worst_batches(config: SchedulerConfig, vocab_size: int) -> list[SchedulerOutput]:

@@ -4,32 +4,48 @@ Nothing is kept from step to step but the pool: what a request's tokens are and 
 from the request in every step, so preemption, resume and cancellation need no word with the runner.
 """
 
-from collections.abc import Sequence, Set
+import os
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from workers.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
-from workers.block_pool import BLOCK_SIZE
-from workers.exact_forward import ExactForward
-from workers.kv_memory import KVMemory
-from workers.model_step import StepLimits, prepare_step
-from workers.models.gemma import GemmaModel
-from workers.models.gemma_fast import FastGemmaModel, gemma_shapes
-from workers.models.gemma_weights import GemmaWeights
-from workers.models.linear_choice import AUTO, choose_linears
+from workers.followers import Followers
+from workers.memory import available_bytes
+from workers.memory_check import check_fits
+from workers.model_shard import (
+    FreeKVCache,
+    InitializeKVCache,
+    ModelOptions,
+    ModelShard,
+    RankCommand,
+    RunStep,
+    plan_shard,
+)
+from workers.model_step import ModelStep, StepLimits, prepare_step
+from workers.models.decoder_weights import DecoderWeights
+from workers.models.linear_choice import AUTO
+from workers.models.open_weights import open_weights
+from workers.models.sharding import SETTING
+from workers.rank_died import RankDiedError
 from workers.sampler import Sampler
-from workers.weights.gguf import GGUFFile
+
+_STEP_TIMEOUT_S = 60.0
 
 
 class TorchModelRunner:
     """A `workers.batch.ModelRunner` over torch on CPUs.
 
-    Fast mode multiplies int8 by int8 where the machine has it and batches all it can. With `deterministic`
+    Fast mode batches all it can; Gemma is multiplied int8 by int8 where the machine has it, and other models
+    in bf16. With `deterministic`
     all is fp32 and every token is computed by operations whose shapes depend on nothing but its own position:
-    logits are equal bit for bit whatever the batch, the chunks or the history (on one kind of machine with
-    one number of threads).
+    logits are equal bit for bit whatever the batch, the chunks, the history or the number of ranks (on one
+    kind of machine with one number of threads in each rank).
+
+    With `num_ranks` above 1 the model is spread over as many processes, of which this one is rank 0: it
+    samples, and the others follow the batches that it is given. All have Gemma's matrices in bf16 then.
     """
 
     def __init__(
@@ -37,34 +53,69 @@ class TorchModelRunner:
         weights_path: Path,
         *,
         max_model_len: int | None = None,
+        max_num_batched_tokens: int = 1,
+        max_num_seqs: int = 1,
         deterministic: bool = False,
         num_threads: int | None = None,
         eos_token_ids: Set[int] = frozenset(),
         linear: str = AUTO,
+        num_ranks: int = 1,
+        step_timeout_s: float = _STEP_TIMEOUT_S,
+        on_rank_died: Callable[[RankDiedError], None] = lambda error: None,
     ) -> None:
-        """Loads the weights, which takes seconds. `num_threads` is torch's, for the whole process.
+        """Loads the weights, which takes seconds. `num_threads` is torch's, for the whole process; of several
+        ranks each has as many, and where it is not given an equal share of the cores.
 
-        `linear` says how the fast mode multiplies: see `choose_linears`. `eos_token_ids` are kept from
-        requests that have not reached their min_tokens.
+        `linear` says how the fast mode multiplies Gemma's matrices: see `choose_linears`. `eos_token_ids` are
+        kept from requests that have not reached their min_tokens. The limits of a step are for the check that
+        the model fits the memory at hand, which comes before anything is loaded. A rank waits for others at
+        most `step_timeout_s` in a step. `on_rank_died` is called once, from another thread, when one has
+        ended; whatever is computed then raises RuntimeError.
 
-        Raises OSError or GGUFError (a ValueError) for a file that cannot be served, RuntimeError when the
-        machine's matrix library cannot keep the promise of deterministic mode.
+        Raises OSError or WeightsError (a ValueError) for a file that cannot be served, ValueError naming the
+        setting for a number of ranks that does not go with model or machine, or for a model that does not
+        fit, RuntimeError when the machine's matrix library cannot keep the promise of deterministic mode,
+        or another rank ends.
         """
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
+        if num_ranks > 1 and num_threads is None:
+            num_threads = max(1, num_cores() // num_ranks)
+        options = ModelOptions(weights_path, max_model_len, deterministic, num_threads, linear, num_ranks)
         self.deterministic = deterministic
-        self.dtype = torch.float32 if deterministic else torch.bfloat16
-        self._forward: ExactForward | FastGemmaModel
-        with torch.inference_mode(), GGUFFile(weights_path) as gguf:
-            weights = GemmaWeights(gguf)
-            if deterministic:
-                self._forward = ExactForward(GemmaModel(weights, max_model_len))
-                self._model: GemmaModel | FastGemmaModel = self._forward.model
-            else:
-                choice = choose_linears(linear, gemma_shapes(weights), weights_path.parent)
-                self._forward = self._model = FastGemmaModel(weights, choice, max_model_len)
-        self._memory: KVMemory | None = None
+        self.dtype = options.dtype
+        self._num_ranks = num_ranks
+        self._followers: Followers | None = None
+        with open_weights(weights_path) as weights:
+            _check_ranks(options, weights)
+            check_fits(
+                weights,
+                available_bytes(),
+                deterministic=deterministic,
+                max_model_len=max_model_len,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                num_ranks=num_ranks,
+            )
+            try:
+                if num_ranks > 1:
+                    self._followers = Followers(options, step_timeout_s, on_rank_died)
+                self._shard = ModelShard(options, weights, 0)
+                if self._followers is not None:
+                    self._shard.join(self._followers.join())
+            except BaseException:
+                self.close()
+                raise
+        self._model = self._shard.model
         self._sampler = Sampler(eos_token_ids)
+
+    def close(self) -> None:
+        """Ends the other ranks. They also end with this process."""
+        if self._followers is not None:
+            self._followers.close()
+
+    @property
+    def rank_pids(self) -> list[int]:
+        """The processes of the other ranks."""
+        return [] if self._followers is None else self._followers.pids
 
     @property
     def max_model_len(self) -> int:
@@ -78,32 +129,24 @@ class TorchModelRunner:
 
     @property
     def bytes_per_block(self) -> int:
-        """KV bytes that one block takes over all layers."""
-        config = self._model.config
-        elements = 2 * config.num_layers * BLOCK_SIZE * config.num_kv_heads * config.head_dim
-        return elements * self.dtype.itemsize
+        """KV bytes that one block takes over all layers and ranks."""
+        return self._shard.bytes_per_block * self._num_ranks
 
     @property
     def swap_bytes_per_s(self) -> float:
         """How fast blocks are copied between device and host memory, one way. Measured at the allocation."""
-        return 0.0 if self._memory is None else self._memory.swap_bytes_per_s
+        if not self._shard.is_allocated:
+            return 0.0
+        # Ranks copy at the same time, each its part of a block.
+        return self._shard.memory.swap_bytes_per_s * self._num_ranks
 
     def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocates the pools once; block ids are 0 … num_blocks - 1 and 0 … num_host_blocks - 1."""
-        if self._memory is not None:
-            raise RuntimeError("the KV cache is allocated already")
-        config = self._model.config
-        self._memory = KVMemory(
-            num_blocks,
-            num_host_blocks,
-            num_layers=config.num_layers,
-            block_shape=(BLOCK_SIZE, config.num_kv_heads, config.head_dim),
-            dtype=self.dtype,
-        )
+        self._execute(InitializeKVCache(num_blocks, num_host_blocks))
 
     def free_kv_cache(self) -> None:
         """Gives the pools' memory back; `initialize_kv_cache` may then be called again, for another size."""
-        self._memory = None
+        self._execute(FreeKVCache())
 
     @torch.inference_mode()
     def execute(self, batch: SchedulerOutput) -> RunnerOutput:
@@ -111,13 +154,12 @@ class TorchModelRunner:
         sampled id, or None where none was due.
 
         Raises ValueError naming the request whose scheduled tokens or blocks do not fit (before anything is
-        computed), RuntimeError when the model's output is not finite.
+        computed), RuntimeError when the model's output is not finite, or another rank is gone.
         """
-        if batch.swap_out or batch.swap_in:
-            self._allocated().swap(batch.swap_out, batch.swap_in)
-        if not batch.scheduled:
+        step = self._prepare(batch.scheduled) if batch.scheduled else None
+        logits = self._execute(RunStep(step, batch.swap_out, batch.swap_in))
+        if logits is None:
             return RunnerOutput([])
-        logits = self._logits(batch.scheduled)
         sampling = [sequence.request for sequence in batch.scheduled if sequence.samples]
         sampled = self._sampler.sample(logits, sampling)
         if len(sampling) == len(batch.scheduled):
@@ -135,16 +177,28 @@ class TorchModelRunner:
 
         Returns fp32 [sequences that sample, vocab_size], in the order of `scheduled`.
         """
-        return self._logits(scheduled).clone()
+        logits = self._execute(RunStep(self._prepare(scheduled)))
+        assert logits is not None
+        return logits.clone()
 
-    def _logits(self, scheduled: Sequence[ScheduledSequence]) -> Tensor:
-        """As `compute_logits`; the next call overwrites them."""
-        memory = self._allocated()
-        limits = StepLimits(self.vocab_size, memory.num_blocks, self.max_model_len)
-        step = prepare_step(scheduled, limits)
-        return self._forward.compute_logits(step, memory.device)
+    def _prepare(self, scheduled: Sequence[ScheduledSequence]) -> ModelStep:
+        limits = StepLimits(self.vocab_size, self._shard.memory.num_blocks, self.max_model_len)
+        return prepare_step(scheduled, limits)
 
-    def _allocated(self) -> KVMemory:
-        if self._memory is None:
-            raise RuntimeError("initialize_kv_cache was not called")
-        return self._memory
+    def _execute(self, command: RankCommand) -> Tensor | None:
+        """On all ranks. The next call overwrites the logits."""
+        if self._followers is not None:
+            self._followers.send(command)
+        return self._shard.execute(command)
+
+
+def num_cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def _check_ranks(options: ModelOptions, weights: DecoderWeights) -> None:
+    """Before any process is started. Raises ValueError naming the setting."""
+    plan_shard(options, weights, 0)
+    if options.num_ranks > (cores := num_cores()):
+        raise ValueError(f"{SETTING} is {options.num_ranks}: at most one rank a core, and there are {cores}")

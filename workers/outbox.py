@@ -9,7 +9,8 @@ from aiokafka import AIOKafkaProducer
 from schemas import topics
 from schemas.codec import encode
 from schemas.headers import Headers, ReplyTo, reply_headers
-from schemas.records import Completion, TokenChunk, Tokens, Usage
+from schemas.records import Completion, Tokens, Usage
+from schemas.token_records import TokenChunk
 from workers.lane import Lane
 from workers.live_requests import End, LiveRequest
 
@@ -51,7 +52,7 @@ class Outbox:
 
     def send_tokens(self, partition: int, chunks: list[TokenChunk]) -> None:
         """Queues one record for all that one step gave to one reply partition."""
-        self._token_lane(partition).put(encode(Tokens(self._slot, self._epoch, chunks)))
+        self._token_lane(partition).put(encode(Tokens.of(self._slot, self._epoch, chunks)))
 
     def send_signs_of_life(self, requests: Iterable[LiveRequest]) -> None:
         """Names live requests without tokens. A partition that has records to come needs no sign."""
@@ -138,6 +139,7 @@ class Outbox:
                 slot=self._slot,
                 epoch=self._epoch,
                 first_token_ms=live.first_token_ms,
+                recomputed_tokens=request.num_recomputed_tokens,
             ),
             headers,
         )

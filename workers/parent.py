@@ -17,7 +17,10 @@ from aiokafka.errors import KafkaError
 from schemas import topics
 from schemas.codec import encode
 from schemas.fleet import LEFT_CANARY_FAILED, LEFT_ENGINE_STALLED, PRODUCER_SETTINGS
+from schemas.kafka_login import client_settings
+from schemas.lasting_producer import lasting
 from schemas.records import Left
+from schemas.stop_client import stop_client
 from workers.config import WorkerConfig
 from workers.connections import start_client
 from workers.exit_status import ExitStatus
@@ -120,7 +123,8 @@ async def _read_epoch(read_fd: int) -> int | None:
 async def _open_producer(bootstrap_servers: str) -> AIOKafkaProducer:
     """A producer that has all it needs to send to fleet.events at once."""
     producer = await start_client(
-        lambda: AIOKafkaProducer(bootstrap_servers=bootstrap_servers, **PRODUCER_SETTINGS), bootstrap_servers
+        lambda: lasting(AIOKafkaProducer(**client_settings(bootstrap_servers), **PRODUCER_SETTINGS)),
+        bootstrap_servers,
     )
     await producer.partitions_for(topics.EVENTS)
     return producer
@@ -143,8 +147,7 @@ async def _close(producer: "asyncio.Task[AIOKafkaProducer]") -> None:
         return
     if producer.cancelled() or producer.exception() is not None:
         return
-    with contextlib.suppress(KafkaError, TimeoutError):
-        await asyncio.wait_for(producer.result().stop(), _CLOSE_S)
+    await stop_client(producer.result(), _CLOSE_S)
 
 
 def _describe(status: int) -> str:

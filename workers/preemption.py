@@ -88,6 +88,7 @@ class Preemption:
             kv.free(victim)
             victim.num_computed_tokens = 0
         victim.num_preemptions += 1
+        victim.num_lost_tokens = num_lost
         victim.transition_to(RequestStatus.PREEMPTED)
         self._waiting.put_back(victim)
         self.counts[reason, mode] += 1

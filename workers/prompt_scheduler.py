@@ -104,6 +104,10 @@ class PromptScheduler:
             num_cached = kv.take_cached(request)
             if request.status is RequestStatus.WAITING:
                 request.num_cached_tokens = min(num_cached, len(request.prompt_token_ids))
+                if request.num_resumed_tokens:
+                    # The attempt that came so far had computed all of it.
+                    request.num_lost_tokens = request.num_tokens
+            request.num_recomputed_tokens += max(0, request.num_lost_tokens - num_cached)
         # Nothing of its own is registered yet.
         request.num_shared_blocks = request.num_registered_blocks
         request.transition_to(RequestStatus.RUNNING)

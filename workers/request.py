@@ -79,7 +79,8 @@ class Request:
     `block_hashes` are the chained hashes of its full blocks, as far as they were needed; the first
     `num_registered_blocks` of its table were offered to the prefix cache. `num_cached_tokens` were found in
     it when the request was first admitted. `num_held_tokens` of the newest output tokens were not told to
-    anybody yet. `num_preemptions` counts how often it lost its place in the batch. The scheduler sets
+    anybody yet. `num_preemptions` counts how often it lost its place in the batch; `num_lost_tokens` had KV
+    that was dropped then, `num_recomputed_tokens` is how much was computed again so far. The scheduler sets
     `max_output_tokens`, where its length ends it at the latest, and `num_expected_blocks`, which it is
     reckoned to hold at its end. It takes `num_seats` places among max_num_seqs: one, or none for what the
     engine runs for itself. The sampler keeps `token_counts` where penalties need them.
@@ -109,6 +110,8 @@ class Request:
     num_cached_tokens: int = 0
     num_held_tokens: int = 0
     num_preemptions: int = 0
+    num_lost_tokens: int = 0
+    num_recomputed_tokens: int = 0
     num_expected_blocks: int = 0
     num_shared_blocks: int = 0
     max_output_tokens: int = 0

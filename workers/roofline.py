@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Protocol
 
 from workers.block_pool import BLOCK_SIZE
 
@@ -110,6 +111,28 @@ class StepLoad:
         return cls(num_tokens, num_sampled, context_tokens, attended_pairs)
 
 
+class StepCosts(Protocol):
+    """What a simulated worker's memory holds, and how long it takes for what."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def bytes_per_block(self) -> int: ...
+
+    @property
+    def swap_bytes_per_s(self) -> float: ...
+
+    def step_seconds(self, load: StepLoad) -> float:
+        """Of one step."""
+
+    def decode_seconds(self, num_seqs: int) -> Callable[[int], float]:
+        """Of steps that decode one token of each of `num_seqs` sequences, by the tokens of their contexts."""
+
+    def swap_seconds(self, num_blocks: int) -> float:
+        """Of copying blocks to or from the host."""
+
+
 @dataclass(frozen=True, slots=True)
 class Roofline:
     """A model on a tensor-parallel group of GPUs.
@@ -149,8 +172,18 @@ class Roofline:
         if self.kv_bytes < self.bytes_per_block:
             raise ValueError(
                 f"{self.weight_bytes / 1e9:.0f} GB of weights leave no room for KV in "
-                f"{self.memory_share:.0%} of {self.tensor_parallel} x {self.device.hbm_bytes / 1e9:.0f} GB"
+                f"{self.memory_share:.0%} of {self.tensor_parallel} x {self.device.hbm_bytes / 1e9:.0f} GB: "
+                f"{self._advice()}"
             )
+
+    def _advice(self) -> str:
+        """What a model that does not fit needs."""
+        each = self.device.hbm_bytes * self.memory_share
+        for gpus in range(self.tensor_parallel + 1, self.model.num_kv_heads + 1):
+            room = gpus * each - self.weight_bytes
+            if self.model.num_kv_heads % gpus == 0 and room >= self.bytes_per_block:
+                return f"it needs tensor_parallel >= {gpus}"
+        return "no tensor_parallel is enough"
 
     @property
     def weight_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """Makes the engine that the configuration asks for. The only place that knows all kinds of runners."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from schemas.catalog import CANARY_MAX_TOKENS, Catalog, CatalogError, ModelSpec
@@ -14,6 +15,7 @@ from workers.engine import Engine
 from workers.kv_cache_manager import make_kv_cache_manager
 from workers.memory_profile import ProfiledRunner, profile_memory
 from workers.pool_sizes import MIB, PoolSizes, plan_pools
+from workers.rank_died import RankDiedError
 from workers.scheduler_config import SchedulerConfig
 from workers.simulated_runner import SimulatedRunner
 from workers.text_rules import TextRules
@@ -31,7 +33,8 @@ _CANARY_TEXT = "A B C D E F"
 class LoadedEngine:
     """A warm engine, and what others must know of its model. `vocab_size`: token ids are below it.
 
-    `text_rules` are for its requests. `canary` has not run yet; None if the settings want none.
+    `text_rules` are for its requests. `canary` has not run yet; None if the settings want none. `num_gpus`
+    is 1 without any: the machine.
     """
 
     engine: Engine
@@ -40,10 +43,15 @@ class LoadedEngine:
     vocab_size: int
     text_rules: TextRules
     canary: Canary | None
+    num_gpus: int
 
 
-def load_engine(config: WorkerConfig) -> LoadedEngine:
+def load_engine(
+    config: WorkerConfig, on_rank_died: Callable[[RankDiedError], None] = lambda error: None
+) -> LoadedEngine:
     """Loads the model, allocates the KV pool, runs one request. Takes seconds: not for an event loop.
+
+    `on_rank_died` is called once, from another thread, when a rank of the model has ended.
 
     Raises CatalogError or ValueError saying what does not fit, OSError for a file that cannot be read.
     """
@@ -65,9 +73,14 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
         runner = TorchModelRunner(
             catalog.weights_path(spec),
             max_model_len=scheduler_config.max_model_len,
+            max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
+            max_num_seqs=scheduler_config.max_num_seqs,
             deterministic=config.deterministic,
             num_threads=config.threads,
             linear=config.linear,
+            num_ranks=config.tensor_parallel,
+            step_timeout_s=config.stall_exit_s,
+            on_rank_died=on_rank_died,
             eos_token_ids=frozenset(spec.eos_token_ids),
         )
         vocab_size = runner.vocab_size
@@ -84,13 +97,20 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
         vocab_size,
         TextRules(tokenizer, vocab_size, spec.eos_token_ids),
         _canary(tokenizer, spec, runner) if config.canary_s else None,
+        config.num_gpus,
     )
 
 
 def _pools_in_memory(
     config: WorkerConfig, scheduler_config: SchedulerConfig, runner: ProfiledRunner, vocab_size: int
 ) -> PoolSizes:
-    profile = profile_memory(runner, scheduler_config, vocab_size, tiled=config.deterministic)
+    profile = profile_memory(
+        runner,
+        scheduler_config,
+        vocab_size,
+        tiled=config.deterministic,
+        num_ranks=config.tensor_parallel,
+    )
     pools = plan_pools(
         profile,
         kv_memory_mib=config.kv_memory_mib,

@@ -21,6 +21,8 @@ class RunningBatch:
     def __init__(self) -> None:
         self._requests: list[Request] = []
         self._future_blocks = [0] * len(PriorityClass)
+        self._own_blocks = [0] * len(PriorityClass)
+        self._num_by_class = [0] * len(PriorityClass)
         self.num_seats = 0
         """Places among max_num_seqs that are taken."""
         self.num_removed = 0
@@ -43,7 +45,9 @@ class RunningBatch:
         request.num_expected_blocks = max(num_expected_blocks, len(request.block_table))
         insort(self._requests, request, key=_order)
         self.num_seats += request.num_seats
+        self._num_by_class[request.priority] += 1
         self._future_blocks[request.priority] += request.num_expected_blocks - len(request.block_table)
+        self._own_blocks[request.priority] += len(request.block_table) - request.num_shared_blocks
 
     def remove(self, request: Request) -> None:
         """To be called before its blocks are freed."""
@@ -52,16 +56,27 @@ class RunningBatch:
         del self._requests[index]
         self.num_seats -= request.num_seats
         self.num_removed += 1
+        self._num_by_class[request.priority] -= 1
         self._future_blocks[request.priority] -= request.num_expected_blocks - len(request.block_table)
+        self._own_blocks[request.priority] -= len(request.block_table) - request.num_shared_blocks
 
     def on_allocated(self, request: Request, num_blocks: int) -> None:
         """To be called when the request's table, grown by `num_blocks`, is within what was expected."""
         self._future_blocks[request.priority] -= num_blocks
+        self._own_blocks[request.priority] += num_blocks
 
     def expect(self, request: Request, num_expected_blocks: int) -> None:
         """Changes the expectation of a running request."""
         self._future_blocks[request.priority] += num_expected_blocks - request.num_expected_blocks
         request.num_expected_blocks = num_expected_blocks
+
+    def len_by_class(self) -> tuple[int, ...]:
+        """Requests, indexed by class."""
+        return tuple(self._num_by_class)
+
+    def own_blocks_by_class(self) -> tuple[int, ...]:
+        """Blocks that requests hold beyond those that they found cached, indexed by class."""
+        return tuple(self._own_blocks)
 
     def future_blocks(self, priority: PriorityClass) -> int:
         """Blocks that requests of this class and of higher ones are still expected to take."""

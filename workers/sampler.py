@@ -77,7 +77,9 @@ class Sampler:
         )
         broken = (tokens == BROKEN).nonzero()[0].tolist()
         if broken:
-            raise RuntimeError(f"logits are not finite in rows {broken}: the model's output is broken")
+            raise RuntimeError(
+                f"logits are not finite in rows {broken} of {len(logits)}: the model's output is broken"
+            )
         return Sampled(tokens.tolist(), [] if raw is None else _told_logprobs(batch, tokens, raw))
 
 

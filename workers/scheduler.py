@@ -88,10 +88,12 @@ class Scheduler:
         """Queue lengths, indexed by class."""
         return self._waiting.len_by_class()
 
-    def num_uncomputed_tokens(self) -> int:
-        """Tokens to compute until every request samples: the prefill that is queued here."""
-        running = sum(r.num_tokens - r.num_computed_tokens for r in self.running)
-        return self._waiting.num_uncomputed_tokens() + running
+    def num_uncomputed_tokens(self) -> tuple[int, ...]:
+        """Tokens to compute until every request samples, by class: the prefill that is queued here."""
+        found = [self._waiting.num_uncomputed_tokens(priority) for priority in PriorityClass]
+        for request in self.running:
+            found[request.priority] += request.num_tokens - request.num_computed_tokens
+        return tuple(found)
 
     def fragmentation(self) -> float:
         """The share of the slots in held blocks that hold no computed token, 0 … 1."""
@@ -207,7 +209,9 @@ class Scheduler:
         if not (batch.swap_out or batch.swap_in):
             num_seqs = len(batch.scheduled)
             further = batch.total_num_scheduled_tokens - num_seqs
-            self.step_time.observe(num_seqs, further, batch.num_context_tokens, seconds)
+            self.step_time.observe(
+                num_seqs, further, batch.num_context_tokens, seconds, batch.num_attended_pairs
+            )
 
     def _split_running(self, blocked_partitions: Set[int]) -> tuple[list[Request], list[list[Request]]]:
         """Running requests that lack one token, and by class those that lack more."""

@@ -2,6 +2,16 @@
 
 from dataclasses import dataclass
 
+from workers.block_pool import BLOCK_SIZE
+
+# Of CPUs: what is there to compute grows with each sequence.
+DEFAULT_MAX_NUM_SEQS = 64
+# Simulated on an H100 (8b) and on eight (70b), prompts of 150 tokens and answers of 500: 58 % and 28 % more
+# tokens a second than with 64, and 1 % and 2 % less than with 512, whose streams are 1.4 times as slow.
+MOST_UNASKED_SEQS = 256
+# Prompt and answer of a sequence of which nothing is known.
+_USUAL_SEQ_TOKENS = 1024
+
 _AT_LEAST_ONE = (
     "max_model_len",
     "max_num_seqs",
@@ -17,7 +27,7 @@ class SchedulerConfig:
 
     max_model_len: int
     """Tokens of one sequence, prompt and output together."""
-    max_num_seqs: int = 64
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     """Sequences that hold blocks at the same time."""
     max_num_batched_tokens: int = 2048
     """Tokens of one step. At least `max_num_seqs`, so that every decode has its place."""
@@ -50,3 +60,12 @@ class SchedulerConfig:
             errors.append(f"batch_watermark must be at least 0 and below 1, got {self.batch_watermark}")
         if errors:
             raise ValueError("; ".join(errors))
+
+
+def gpu_max_num_seqs(num_blocks: int, max_num_batched_tokens: int) -> int:
+    """Sequences at once for GPUs with so many KV blocks: as many of usual length as they hold, and at most
+    MOST_UNASKED_SEQS or half of a step's tokens, which leaves the other half for prompts. No fewer than
+    DEFAULT_MAX_NUM_SEQS: short sequences may come, and the pool is a ceiling of its own.
+    """
+    held = num_blocks * BLOCK_SIZE // _USUAL_SEQ_TOKENS
+    return max(DEFAULT_MAX_NUM_SEQS, min(held, MOST_UNASKED_SEQS, max_num_batched_tokens // 2))

@@ -9,7 +9,8 @@ from aiokafka import ConsumerRecord
 from schemas.codec import CodecError
 from schemas.headers import ReplyTo
 from schemas.priority import PriorityClass
-from schemas.records import Cancellation, Dispatch, TokenChunk, WorkerStatus
+from schemas.records import Cancellation, ClassLoad, Dispatch, WorkerStatus
+from schemas.token_records import TokenChunk
 from workers.canary import CANARY_REQUEST_ID, CanaryFailedError
 from workers.decision_log import DecisionLog
 from workers.engine import EngineThread, StepResult
@@ -178,7 +179,7 @@ class Serving:
             max_num_seqs=loaded.engine.scheduler.config.max_num_seqs,
             num_running=stats.num_running,
             num_waiting=list(stats.num_waiting),
-            queued_prefill_tokens=stats.queued_prefill_tokens,
+            queued_prefill_tokens=sum(stats.uncomputed_tokens),
             mailbox_offsets=list(stats.read_offsets),
             step_age_ms=int(self._thread.step_age(now) * 1000),
             step_time_ms=stats.step_time_ms,
@@ -186,6 +187,10 @@ class Serving:
             decode_tokens_per_s=stats.decode_tokens_per_s,
             canary=self._watch.status(now),
             prefix_sketch=self._sketch_beat.sketch(stats.prefix_keys, shared=shared, now=now),
+            by_class=list(
+                map(ClassLoad, stats.num_running_by_class, stats.own_blocks, stats.uncomputed_tokens)
+            ),
+            num_gpus=loaded.num_gpus,
         )
 
     def _note_admitted(self, result: StepResult) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from schemas.sampling import TokenLogprobs
 from workers.batch import RunnerOutput, SchedulerOutput
 from workers.request import Request
-from workers.roofline import Roofline, StepLoad
+from workers.roofline import StepCosts, StepLoad
 
 _MASK = (1 << 64) - 1
 # Of no GPU in particular.
@@ -38,7 +38,7 @@ class SimulatedRunner:
         eos_token_ids: Set[int] = frozenset(),
         mask_size: int | None = None,
         step_ms: float = 0.0,
-        roofline: Roofline | None = None,
+        roofline: StepCosts | None = None,
         speed: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -107,12 +107,7 @@ class SimulatedRunner:
             return 0.0
         seconds = roofline.swap_seconds(len(batch.swap_out) + len(batch.swap_in))
         if batch.scheduled:
-            seconds += roofline.step_seconds(
-                StepLoad.of(
-                    (s.request.num_computed_tokens, s.num_scheduled_tokens, s.samples)
-                    for s in batch.scheduled
-                )
-            )
+            seconds += roofline.step_seconds(_load(batch))
         return seconds / self._speed
 
     def token_at(self, request_id: bytes, position: int) -> int:
@@ -137,6 +132,15 @@ def _draw(request_id: bytes, position: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+def _load(batch: SchedulerOutput) -> StepLoad:
+    """By the sums that the scheduler has made."""
+    num_tokens, num_context_tokens = batch.total_num_scheduled_tokens, batch.num_context_tokens
+    # Of each sequence's first token with all that lies before it and itself.
+    first_pairs = num_context_tokens - (num_tokens - len(batch.scheduled))
+    pairs = batch.num_attended_pairs + first_pairs
+    return StepLoad(num_tokens, batch.num_sampled, num_context_tokens, pairs)
 
 
 def _certain(token_id: int | None, request: Request) -> TokenLogprobs | None:

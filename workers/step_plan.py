@@ -4,7 +4,7 @@ from schemas.priority import PriorityClass
 from workers.batch import ScheduledSequence, SchedulerOutput
 from workers.request import Request
 from workers.scheduler_config import SchedulerConfig
-from workers.step_time import StepTimeModel
+from workers.step_time import StepTimeModel, num_attended_pairs
 
 # While a stream runs, the first interactive prompt gets at least so many tokens a step, and as many as take
 # half as long as the rest of the step: where the target is out of reach, they still get a third of the time.
@@ -36,6 +36,7 @@ class StepPlan:
         self._time = step_time
         self._num_chunk_tokens = 0
         self._num_context_tokens = 0
+        self._num_pairs = 0
 
     @property
     def num_tokens_left(self) -> int:
@@ -75,7 +76,7 @@ class StepPlan:
         if self._target_s > 0 and (self.has_interactive_decode if interactive else self.is_timed):
             in_time = self._num_tokens_in_time(num_computed_tokens)
             if interactive:
-                floor = 0 if self.has_interactive_chunk else self._interactive_floor()
+                floor = 0 if self.has_interactive_chunk else self._interactive_floor(num_computed_tokens)
                 num_tokens = min(num_tokens, max(in_time, floor))
             elif in_time < min(remaining, _MIN_CHUNK):
                 return 0
@@ -88,6 +89,7 @@ class StepPlan:
         self.chunks.append(ScheduledSequence(request, num_tokens, end == request.num_tokens))
         self._num_chunk_tokens += num_tokens
         self._num_context_tokens += end
+        self._num_pairs += num_attended_pairs(request.num_computed_tokens, num_tokens - 1)
         if request.priority is PriorityClass.INTERACTIVE:
             self.has_interactive_chunk = True
 
@@ -101,6 +103,7 @@ class StepPlan:
                     self._num_context_tokens -= request.num_computed_tokens + num_tokens
                     if sequences is self.chunks:
                         self._num_chunk_tokens -= num_tokens
+                        self._num_pairs -= num_attended_pairs(request.num_computed_tokens, num_tokens - 1)
                     return
 
     def predicted_s(self) -> float:
@@ -109,7 +112,9 @@ class StepPlan:
     def finish(self) -> SchedulerOutput:
         output = self.output
         output.total_num_scheduled_tokens = len(self.decodes) + self._num_chunk_tokens
+        output.num_sampled = len(self.decodes) + sum(chunk.samples for chunk in self.chunks)
         output.num_context_tokens = self._num_context_tokens
+        output.num_attended_pairs = self._num_pairs
         output.predicted_s = self.predicted_s()
         output.scheduled = self.decodes + self.chunks if self.chunks else self.decodes
         return output
@@ -121,19 +126,20 @@ class StepPlan:
         left_s = time.line_for(self._target_s, True) - time.line(*self._load()) - first
         if left_s < 0 or known < 0:
             return 0
-        per_token = time.per_token + time.per_context
-        return 1 + (known if left_s >= known * per_token else int(left_s / per_token))
+        return 1 + min(known, time.num_further_in(left_s, num_computed_tokens))
 
-    def _interactive_floor(self) -> int:
+    def _interactive_floor(self, num_computed_tokens: int) -> int:
         time = self._time
-        per_token = time.per_token + time.per_context
-        fair = int(time.line(*self._load()) / (2 * per_token)) if per_token else 0
-        return max(_MIN_INTERACTIVE_CHUNK, min(fair, time.max_num_tokens))
+        fair = 0
+        if time.per_token + time.per_context:
+            fair = time.num_further_in(time.line(*self._load()) / 2, num_computed_tokens)
+        return max(_MIN_INTERACTIVE_CHUNK, fair)
 
     @property
     def _num_further(self) -> int:
         """Tokens beyond the first one of each sequence."""
         return self._num_chunk_tokens - len(self.chunks)
 
-    def _load(self) -> tuple[int, int, int]:
-        return len(self.decodes) + len(self.chunks), self._num_further, self._num_context_tokens
+    def _load(self) -> tuple[int, int, int, int]:
+        num_seqs = len(self.decodes) + len(self.chunks)
+        return num_seqs, self._num_further, self._num_context_tokens, self._num_pairs

@@ -21,9 +21,9 @@ class WaitingQueue:
         """Queue lengths, indexed by class."""
         return tuple(map(len, self._by_class.values()))
 
-    def num_uncomputed_tokens(self) -> int:
-        """Tokens that all of them must compute before they sample."""
-        return sum(r.num_tokens - r.num_computed_tokens for queue in self._by_class.values() for r in queue)
+    def num_uncomputed_tokens(self, priority: PriorityClass) -> int:
+        """Tokens that all of a class must compute before they sample."""
+        return sum(r.num_tokens - r.num_computed_tokens for r in self._by_class[priority])
 
     def append(self, request: Request) -> None:
         self._by_class[request.priority].append(request)

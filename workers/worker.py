@@ -13,11 +13,13 @@ from prometheus_client import CollectorRegistry
 
 from schemas import topics
 from schemas.codec import default_codec, encode
+from schemas.dead_letters import dead_letter
 from schemas.fleet import join, publish_schemas
-from schemas.headers import REASON
 from schemas.priority import PriorityClass
 from schemas.records import Drain, Heartbeat
+from workers.ack_watch import AckWatch
 from workers.canary import CanaryFailedError
+from workers.cancellation_log import CancellationLog
 from workers.config import WorkerConfig
 from workers.connections import Connections, connect
 from workers.daemon_thread import in_daemon_thread
@@ -30,6 +32,7 @@ from workers.live_requests import LiveRequests
 from workers.mailbox import Mailbox
 from workers.metrics import WorkerMetrics
 from workers.outbox import Outbox
+from workers.rank_died import RankDiedError
 from workers.runners import LoadedEngine, load_engine
 from workers.serving import Serving
 
@@ -69,7 +72,7 @@ class Worker:
         async with asyncio.TaskGroup() as group:
             group.create_task(http.run_until_stopped())
             fatal = group.create_task(self._raise_fatal())
-            loaded = await self._unless_stopped(in_daemon_thread(lambda: _load(config)))
+            loaded = await self._unless_stopped(in_daemon_thread(lambda: _load(config, self._on_rank_died)))
             if loaded is not None:
                 self._not_ready = lambda: "connecting to Kafka"
                 async with connect(config.kafka, config.layout(), config.start_s) as connections:
@@ -79,12 +82,14 @@ class Worker:
 
     async def _join_and_serve(self, loaded: LoadedEngine, connections: Connections, address: str) -> None:
         config, model = self._config, loaded.spec.id
-        mailbox = Mailbox(connections.consumer, config.slot, config.shards)
+        mailbox = Mailbox(connections.mailbox, config.slot)
+        cancellations = CancellationLog(connections.cancellations, config.shards, mailbox.decode)
         async with asyncio.timeout(config.start_s):
             # 1. Our schemas lie in the log before any record of ours.
             await publish_schemas(connections.usage, default_codec().schemas())
             # 2. Places in the mailboxes, 3. Join: whatever is dispatched to this epoch lies behind them.
             offsets = await mailbox.open()
+            await cancellations.open()
             epoch, nonce = await join(connections.usage, ROLE, config.slot, address, model)
         self._on_joined(epoch)
         log.info(
@@ -150,8 +155,9 @@ class Worker:
             async with asyncio.TaskGroup() as group:
                 background = [
                     group.create_task(mailbox.run(epoch, serving)),
+                    group.create_task(cancellations.run(serving.on_cancellation)),
                     group.create_task(heartbeats.run()),
-                    group.create_task(self._tick(serving, outbox, watch)),
+                    group.create_task(self._tick(serving, outbox, watch, heartbeats)),
                     group.create_task(self._run_canary(serving, watch)),
                     group.create_task(self._leave_when_wrong(wrong, watch, outbox, heartbeats)),
                 ]
@@ -216,27 +222,35 @@ class Worker:
         # 3. The parent says Left, with the reason.
         raise error
 
-    async def _tick(self, serving: Serving, outbox: Outbox, watch: EngineWatch) -> None:
+    async def _tick(
+        self, serving: Serving, outbox: Outbox, watch: EngineWatch, heartbeats: HeartbeatLoop
+    ) -> None:
+        acks = AckWatch(time.monotonic())
         while True:
             await asyncio.sleep(_TICK_S)
             watch.check(time.monotonic())
             serving.send_signs_of_life()
-            age = outbox.age(time.monotonic())
-            if age > self._config.send_s:
+            now = time.monotonic()
+            waited = acks.waited(outbox.age(now), heartbeats.answered, now)
+            if waited > self._config.send_s:
                 raise TimeoutError(
-                    f"a record was not acked for {age:.0f} s: Kafka is away, or the client hangs"
+                    f"a record was unacked for {waited:.0f} s, while Kafka took heartbeats: a client hangs"
                 )
 
     def _send_dead_letter(self, connections: Connections, record: ConsumerRecord, reason: str) -> None:
+        """Whatever becomes of it: no request depends on it, and the record lies in its own topic too."""
+        topic = topics.dlq(record.topic)
+        letter = dead_letter(record.key, record.value, record.headers, reason)
+
         async def send() -> None:
-            headers = [*record.headers, (REASON, reason.encode())]
             try:
                 async with asyncio.timeout(self._config.send_s):
                     await connections.usage.send_and_wait(
-                        topics.dlq(record.topic), record.value, record.key, record.partition, headers=headers
+                        topic, letter.value, letter.key, record.partition, headers=letter.headers
                     )
             except (KafkaError, TimeoutError) as error:
-                self._fail(error)
+                told = {"topic": topic, "offset": record.offset, "error": repr(error)}
+                log.error("a record could not go to the dead letters", extra=told)
 
         task = asyncio.create_task(send())
         self._dead_letters.add(task)
@@ -249,8 +263,12 @@ class Worker:
         if not self._fatal.done():
             self._fatal.set_exception(error)
 
+    def _on_rank_died(self, error: RankDiedError) -> None:
+        """From a thread of the runner. The run ends at once: owners go on elsewhere from what they have."""
+        self._call_soon(self._fail, error)
+
     def _call_soon(self, callback: Callable[..., object], *args: object) -> None:
-        """From the engine thread; a loop that is closed already has nobody left to tell."""
+        """From another thread; a loop that is closed already has nobody left to tell."""
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
@@ -267,9 +285,9 @@ class Worker:
             stopped.cancel()
 
 
-def _load(config: WorkerConfig) -> LoadedEngine:
+def _load(config: WorkerConfig, on_rank_died: Callable[[RankDiedError], None]) -> LoadedEngine:
     """An engine that has given the right tokens once, if there is a canary. Raises CanaryFailedError."""
-    loaded = load_engine(config)
+    loaded = load_engine(config, on_rank_died)
     if loaded.canary is not None:
         loaded.canary.first_run(loaded.engine)
     return loaded

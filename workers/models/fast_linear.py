@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.activations import ZERO_POINT, Activations, Format
 from kernels.block_int8_matmul import BlockPanelWeights, block_int8_matmul, input_format, pack_blocks
 from kernels.int8_matmul import PanelWeights, int8_matmul, pack_panels, supports_panels
+from kernels.int8_tiles import ONEDNN_HAS_INT8
 from kernels.rotate_rows import rotate_rows_
 from workers.models.block_quantization import quantize_blocks
 from workers.models.layers import Linear
@@ -69,7 +70,8 @@ class FastLinear:
         `rescored`: the largest results are computed again, exactly (see `rescore_logits`). So int8 by int8
         products have one scale a channel and one plane of activations, and oneDNN gives fp32.
 
-        Raises ValueError for INT8 where our kernels cannot: see `supports_panels`.
+        Raises ValueError for INT8 where our kernels cannot (see `supports_panels`), and for INT8_ONEDNN where
+        oneDNN has nothing made for this processor.
         """
         self.out_features, self.in_features = weight.shape
         self._kinds = kinds
@@ -93,6 +95,8 @@ class FastLinear:
             if LinearKind.WEIGHT_ONLY in kinds:
                 self._values, self._bf16_scales = values, self._scales.to(torch.bfloat16)
             if LinearKind.INT8_ONEDNN in kinds:
+                if not ONEDNN_HAS_INT8:
+                    raise ValueError("oneDNN multiplies int8 with AVX-512 or AVX-VNNI, which are not here")
                 self._packed = torch.ops.onednn.qlinear_prepack(values, None)
                 self._zero_points = torch.zeros(self.out_features, dtype=torch.int64)
 

@@ -1,4 +1,4 @@
-"""Gemma 3 text models for speed: the same mathematics as `gemma`, cut where a CPU wants it cut.
+"""Gemma 3 text models for speed: the same mathematics as `decoder`, cut where a CPU wants it cut.
 
 A layer is four matrix products with one compiled pass over the rows between each two of them. The residual
 stream is fp32; what matrices take and give is quantized or bf16 (see `kernels.activations`).
@@ -24,13 +24,14 @@ from kernels.paged_attention_cpu import (
 from kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from kernels.quantize_rows import quantize_rows
 from kernels.rescore_logits import rescore_logits
-from kernels.rotary_embedding_ref import cos_sin_cache
 from workers.block_pool import BLOCK_SIZE
 from workers.model_step import ModelStep
+from workers.models.decoder_weights import DecoderWeights
 from workers.models.embedding_table import BlockQuantizedTable, quantize_table
 from workers.models.fast_linear import FastLinear, LinearKind, LinearKinds
-from workers.models.gemma_weights import GemmaWeights
+from workers.models.gemma_layer import GemmaLayer
 from workers.models.layers import KVCache
+from workers.models.rope import cos_sin_caches
 
 # Rows of the output matrix in one product: its result stays in the cache until it is scaled, and the memory
 # of the last one is used again. In one piece, 32 rows of a vocabulary of 262,144 are 33 MB of page faults.
@@ -40,17 +41,16 @@ _VOCABULARY_PIECE = 32_768
 ChooseKinds = Callable[[int, int], LinearKinds]
 
 
-def gemma_shapes(weights: GemmaWeights) -> list[tuple[int, int]]:
+def gemma_shapes(weights: DecoderWeights) -> list[tuple[int, int]]:
     """The shapes (out_features, in_features) of all matrices that `FastGemmaModel` multiplies with."""
     config = weights.config
-    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     vocabulary_pieces = {
         (min(_VOCABULARY_PIECE, weights.vocab_size - start), config.hidden_size)
         for start in range(0, weights.vocab_size, _VOCABULARY_PIECE)
     }
     return [
-        (query_size + 2 * kv_size, config.hidden_size),
-        (config.hidden_size, query_size),
+        (config.query_size + 2 * config.kv_size, config.hidden_size),
+        (config.hidden_size, config.query_size),
         (2 * config.intermediate_size, config.hidden_size),
         (config.hidden_size, config.intermediate_size),
         *sorted(vocabulary_pieces),
@@ -61,11 +61,11 @@ class FastGemmaModel:
     """A loaded model. Immutable but for the buffer of the logits: for one thread."""
 
     def __init__(
-        self, weights: GemmaWeights, choose_kinds: ChooseKinds, max_model_len: int | None = None
+        self, weights: DecoderWeights, choose_kinds: ChooseKinds, max_model_len: int | None = None
     ) -> None:
         """`max_model_len` in tokens, at most the model's.
 
-        Raises GGUFError when a tensor is missing or has another shape than the metadata says.
+        Raises WeightsError when a tensor cannot be decoded, ValueError for another architecture.
         """
         self.config = config = weights.config
         self.max_model_len = min(max_model_len or config.context_length, config.context_length)
@@ -83,12 +83,9 @@ class FastGemmaModel:
         def linear(weight: Tensor) -> FastLinear:
             return FastLinear(weight, choose_kinds(*weight.shape))
 
-        self._layers = [weights.layer(index).convert(linear) for index in range(config.num_layers)]
+        self._layers = [GemmaLayer.of(weights.layer(index), linear) for index in range(config.num_layers)]
         self._final_norm = weights.final_norm()
-        self._cos_sin = {
-            None: cos_sin_cache(config.rope_base, config.head_dim, self.max_model_len),
-            config.sliding_window: cos_sin_cache(config.local_rope_base, config.head_dim, self.max_model_len),
-        }
+        self._cos_sin = cos_sin_caches(config, self.max_model_len, weights.rope_factors())
         self._logits = torch.empty(0, self.vocab_size)
         self._decode = self._make_decode()
 

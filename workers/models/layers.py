@@ -1,5 +1,6 @@
 """What every transformer of the catalogue is built from: weights as they lie in memory, and attention."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +23,7 @@ class Linear:
         """weight: [out_features, in_features]; packed for inputs of `typical_rows`, right for any."""
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self._packed = _can_pack(weight.dtype)
+        self._packed = can_pack(weight.dtype)
         if self._packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, typical_rows)
         self._weight = weight
@@ -36,7 +37,8 @@ class Linear:
         return result
 
 
-def _can_pack(dtype: torch.dtype) -> bool:
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether a `Linear` of this dtype has memory of its own, in another layout than its weight."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -67,11 +69,13 @@ class Attention(Protocol):
 class TokenwiseAttention:
     """The batch-invariant way: what is computed for a token has a shape that only its position gives.
 
-    The first `len(slot_mapping)` rows are tokens, the rest is padding. The other fields are the arguments of
+    The first `len(slot_mapping)` rows are tokens, the rest is padding. `pieces` are query heads and the KV
+    heads that they attend to, each computed by itself. The other fields are the arguments of
     `paged_attention_ref` for these rows.
     """
 
     cache: KVCache
+    pieces: Sequence[tuple[slice, slice]]
     slot_mapping: Tensor
     block_tables: Tensor
     seq_lens: Tensor
@@ -84,14 +88,15 @@ class TokenwiseAttention:
         num_tokens = len(self.slot_mapping)
         reshape_and_cache_ref(key[:num_tokens], value[:num_tokens], keys, values, self.slot_mapping)
         output = torch.zeros_like(query)
-        output[:num_tokens] = paged_attention_ref(
-            query[:num_tokens],
-            keys,
-            values,
-            self.block_tables,
-            self.seq_lens,
-            self.query_start_loc,
-            1.0,
-            sliding_window,
-        )
+        for heads, kv_heads in self.pieces:
+            output[:num_tokens, heads] = paged_attention_ref(
+                query[:num_tokens, heads],
+                keys[:, :, kv_heads],
+                values[:, :, kv_heads],
+                self.block_tables,
+                self.seq_lens,
+                self.query_start_loc,
+                1.0,
+                sliding_window,
+            )
         return output

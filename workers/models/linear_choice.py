@@ -2,7 +2,7 @@
 
 The timing runs in a process of its own, which is killed when it says nothing for too long: single calls of
 oneDNN's int8 product were seen to spin for ten minutes, and nothing ends a thread that does. What was found
-is kept in a file, for this processor and library.
+is kept in a file, for this processor and library; for a day where the timing did not come to its end.
 """
 
 import json
@@ -12,6 +12,7 @@ import platform
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from kernels.int8_matmul import supports_panels
+from kernels.int8_tiles import ONEDNN_HAS_INT8
 from workers.models.fast_linear import ROW_BUCKETS, LinearKind, LinearKinds, same_kind
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,9 @@ SILENCE_S = 20.0
 # Another kind must take this share of int8's time, or less, to be kept beside it: each takes memory of its
 # own, is less exact (bf16 apart), and takes the layers of a decode out of their one call.
 _WORTH_ANOTHER = 0.5
+# A way that hangs does so at the next start too, and each start would wait for it; but it may have been the
+# machine that stood still.
+_UNFINISHED_KEPT_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class LinearChoice:
 def choose_linears(mode: str, shapes: Sequence[Shape], cache_folder: Path) -> LinearChoice:
     """mode: one of LINEAR_MODES, where all but `auto` take that kind everywhere, unchecked.
 
-    Raises ValueError for another mode.
+    Raises ValueError for another mode, and for int8 on a processor without instructions for it.
     """
     if mode not in LINEAR_MODES:
         raise ValueError(f"linear mode must be one of {', '.join(LINEAR_MODES)}, got {mode!r}")
@@ -64,10 +69,10 @@ def choose_linears(mode: str, shapes: Sequence[Shape], cache_folder: Path) -> Li
     timings = _read(path)
     if timings is None:
         timings, complete = measure(shapes)
-        if complete:
+        if complete or all(shape in timings for shape in shapes):
             # Without the file the next start measures again.
             with suppress(OSError):
-                _write(path, timings)
+                _write(path, timings, complete)
     choice = LinearChoice({shape: choose_kinds(timings.get(shape, {})) for shape in shapes})
     for shape, kinds in choice.kinds.items():
         log.info("matrix", extra={"shape": shape, "kinds": dict(zip(ROW_BUCKETS, kinds, strict=True))})
@@ -76,9 +81,11 @@ def choose_linears(mode: str, shapes: Sequence[Shape], cache_folder: Path) -> Li
 
 def _kind(mode: str, shape: Shape) -> LinearKind:
     kind = LinearKind(mode)
-    if kind is LinearKind.INT8 and not supports_panels(*shape):
-        return LinearKind.INT8_ONEDNN
-    return kind
+    if kind is not LinearKind.INT8 or supports_panels(*shape):
+        return kind
+    if not ONEDNN_HAS_INT8:
+        raise ValueError("linear mode int8 needs AVX-512 or AVX-VNNI, which this processor lacks: use auto")
+    return LinearKind.INT8_ONEDNN
 
 
 def choose_kinds(seconds: dict[LinearKind, list[float]]) -> LinearKinds:
@@ -152,20 +159,22 @@ def _fingerprint(shapes: Sequence[Shape]) -> str:
 
 def _read(path: Path) -> Timings | None:
     try:
-        entries = json.loads(path.read_text())
+        kept = json.loads(path.read_text())
+        if not kept["complete"] and time.time() - path.stat().st_mtime > _UNFINISHED_KEPT_S:
+            return None
         return {
             (entry["shape"][0], entry["shape"][1]): {
                 LinearKind(kind): seconds for kind, seconds in entry["seconds"].items()
             }
-            for entry in entries
+            for entry in kept["timings"]
         }
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _write(path: Path, timings: Timings) -> None:
+def _write(path: Path, timings: Timings, complete: bool) -> None:
     """Whole or not at all: several workers may start at once."""
     entries = [{"shape": shape, "seconds": seconds} for shape, seconds in timings.items()]
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(entries, indent=1) + "\n")
+    unfinished.write_text(json.dumps({"complete": complete, "timings": entries}, indent=1) + "\n")
     unfinished.replace(path)

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+
+from workers.weights.closing import Closing
+from workers.weights.errors import WeightsError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -29,7 +31,7 @@ _SHORTEST_ENTRY = 13  # bytes: an empty key, its type and a one-byte value
 MetadataValue = bool | int | float | str | list[str] | npt.NDArray[Any]
 
 
-class GGUFError(ValueError):
+class GGUFError(WeightsError):
     """The file is not a whole, readable GGUF file. The message names the file and the field."""
 
 
@@ -165,7 +167,7 @@ class _Cursor:
         return value
 
 
-class GGUFFile:
+class GGUFFile(Closing):
     """An open GGUF file. Use as a context manager.
 
     `metadata` maps keys to Python scalars, strings, lists of strings or numpy arrays; `tensors` maps names
@@ -263,16 +265,20 @@ class GGUFFile:
         """
         return self._dequantize(self.info(name), 0, None).reshape(self.info(name).shape)
 
-    def dequantize_rows(self, name: str, rows_at_once: int) -> Iterator[npt.NDArray[np.float32]]:
-        """A matrix in pieces of at most `rows_at_once` rows, so that all of it in fp32 is never in memory.
+    def dequantize_rows(
+        self, name: str, rows_at_once: int, chosen: range | None = None
+    ) -> Iterator[npt.NDArray[np.float32]]:
+        """A matrix, or its `chosen` rows (step 1), in pieces of at most `rows_at_once` rows, so that all of
+        it in fp32 is never in memory.
 
         Raises as `dequantize` does, and GGUFError for a tensor that is not a matrix.
         """
         info = self.info(name)
         if len(info.shape) != 2:
             raise GGUFError(f"{self.path}: tensor {name!r}: shape {info.shape} is not a matrix")
-        for start in range(0, info.shape[0], rows_at_once):
-            yield self._dequantize(info, start, start + rows_at_once)
+        rows = range(info.shape[0]) if chosen is None else chosen
+        for start in rows[::rows_at_once]:
+            yield self._dequantize(info, start, min(start + rows_at_once, rows.stop))
 
     def info(self, name: str) -> TensorInfo:
         """The tensor's entry. Raises GGUFError when there is none."""
@@ -299,11 +305,3 @@ class GGUFFile:
     def close(self) -> None:
         """Unmaps the file. `metadata` and `tensors` stay."""
         self._data.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
