@@ -6,11 +6,16 @@ To serve another model, put its folder there. The model `simulated` is built in 
 import dataclasses
 import json
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from schemas.template_source import TemplateSourceError, folder_template, tool_call_format
 
 SIMULATED_MODEL = "simulated"
 TOOL_CALL_FORMATS = ("hermes",)
+NUMBER_FORMATS = ("bf16", "fp8")
 _SIMULATED_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -38,12 +43,27 @@ class Canary:
 
 
 @dataclass(frozen=True, slots=True)
+class Deployment:
+    """What a model is meant to run on: `tensor_parallel` GPUs of `device_memory_gb` (of 10^9 bytes) each.
+    Weights, and keys and values, are in one of NUMBER_FORMATS.
+
+    It is what `headrace model plan` reckons with where nothing else is asked for.
+    """
+
+    tensor_parallel: int
+    device_memory_gb: int
+    weight_format: str
+    kv_format: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """What the fleet must agree on about one model. Lengths are in tokens.
 
     `weights` and `tokenizer` are file names in the model's folder; empty for the simulated model. Without a
-    `canary` each worker takes what it computes when it starts for right. `tool_call_format` is how the model
-    writes tool calls (api/tool_calls.py); empty where it knows none.
+    `canary` each worker takes what it computes when it starts for right. Where `chat_template` is empty it
+    is the folder's (template_source.py). `tool_call_format` is how the model writes tool calls
+    (api/tool_calls.py); empty, it is what the template shows, if it has tools.
     """
 
     id: str
@@ -61,6 +81,7 @@ class ModelSpec:
     fallback_models: list[str] = field(default_factory=list)
     canary: Canary | None = None
     tool_call_format: str = ""
+    deployment: Deployment | None = None
 
 
 def simulated_model() -> ModelSpec:
@@ -97,8 +118,8 @@ def parse_spec(text: str, source: str) -> ModelSpec:
                 raise CatalogError(f"{source}: field {name!r} is missing")
             continue
         value, hint = data[name], hints[name]
-        if name == "canary":
-            data[name] = _parse_canary(value, source)
+        if name in _PARSERS:
+            data[name] = None if value is None else _PARSERS[name](value, source)
             continue
         kind = typing.get_origin(hint) or hint
         good = isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
@@ -115,23 +136,42 @@ def parse_spec(text: str, source: str) -> ModelSpec:
     return spec
 
 
-def _parse_canary(value: object, source: str) -> Canary | None:
-    if value is None:
-        return None
-    names = [f.name for f in dataclasses.fields(Canary)]
+def _fields(kind: type, name: str, value: object, source: str) -> dict[str, Any]:
+    """`value`, if it is an object with the fields of the dataclass `kind`. Raises CatalogError."""
+    names = [f.name for f in dataclasses.fields(kind)]
     if not isinstance(value, dict) or sorted(value) != sorted(names):
-        raise CatalogError(f"{source}: field 'canary' must be an object with {' and '.join(names)}")
-    for name in names:
-        ids = value[name]
+        raise CatalogError(f"{source}: field {name!r} must be an object with {' and '.join(names)}")
+    return value
+
+
+def _parse_deployment(value: object, source: str) -> Deployment:
+    fields = _fields(Deployment, "deployment", value, source)
+    for name in ("tensor_parallel", "device_memory_gb"):
+        if type(fields[name]) is not int or fields[name] < 1:
+            raise CatalogError(f"{source}: field 'deployment.{name}' must be an integer of at least 1")
+    for name in ("weight_format", "kv_format"):
+        if fields[name] not in NUMBER_FORMATS:
+            raise CatalogError(
+                f"{source}: field 'deployment.{name}' must be one of {', '.join(NUMBER_FORMATS)}"
+            )
+    return Deployment(**fields)
+
+
+def _parse_canary(value: object, source: str) -> Canary:
+    fields = _fields(Canary, "canary", value, source)
+    for name, ids in fields.items():
         if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
             raise CatalogError(f"{source}: field 'canary.{name}' must be a list of token ids, not empty")
-    canary = Canary(**value)
+    canary = Canary(**fields)
     if (length := len(canary.prompt_token_ids) + len(canary.output_token_ids)) > CANARY_MAX_TOKENS:
         raise CatalogError(
             f"{source}: field 'canary' has {length} tokens, at most {CANARY_MAX_TOKENS} can be run without "
             "being cached"
         )
     return canary
+
+
+_PARSERS: dict[str, Callable[[object, str], Any]] = {"canary": _parse_canary, "deployment": _parse_deployment}
 
 
 class Catalog:
@@ -149,6 +189,8 @@ class Catalog:
             spec = parse_spec(path.read_text(), str(path))
             if spec.id != path.parent.name:
                 raise CatalogError(f"{path}: field 'id' is {spec.id!r}, but the folder is another name")
+            if not spec.chat_template:
+                spec = _with_template_of(path.parent, spec)
             specs.append(spec)
         return cls(specs, models_dir)
 
@@ -167,21 +209,29 @@ class Catalog:
         """
         found = {name: spec.fallback_models for name, spec in self.specs.items() if spec.fallback_models}
         for name, fallbacks in found.items():
-            if name in fallbacks:
-                raise CatalogError(f"model {name!r}: field 'fallback_models' names the model itself")
-            for other in fallbacks:
-                if difference := self._reads_otherwise(self.get(name), self.get(other)):
-                    raise CatalogError(
-                        f"model {name!r}: field 'fallback_models' names {other!r}, which has another "
-                        f"{difference}: its prompts would not be this model's"
-                    )
+            self.check_fallbacks(name, fallbacks)
         return found
+
+    def check_fallbacks(self, name: str, fallbacks: list[str]) -> None:
+        """Raises CatalogError where they cannot serve for the model of that name, which is there."""
+        if name in fallbacks:
+            raise CatalogError(f"model {name!r}: field 'fallback_models' names the model itself")
+        for other in fallbacks:
+            if difference := self._reads_otherwise(self.get(name), self.get(other)):
+                raise CatalogError(
+                    f"model {name!r}: field 'fallback_models' names {other!r}, which has another "
+                    f"{difference}: its prompts would not be this model's"
+                )
 
     def _reads_otherwise(self, spec: ModelSpec, other: ModelSpec) -> str | None:
         """The first part by which two models turn the same messages into different ids, or ids into text."""
-        for name in ("bos_token_id", "add_bos", "eos_token_ids", "chat_template", "tool_call_format"):
+        for name in ("bos_token_id", "add_bos", "eos_token_ids", "chat_template"):
             if getattr(spec, name) != getattr(other, name):
                 return name
+        # With one template it is the same where neither says it.
+        shown = tool_call_format(spec.chat_template)
+        if (spec.tool_call_format or shown) != (other.tool_call_format or shown):
+            return "tool_call_format"
         same = spec.tokenizer == other.tokenizer == "" or (
             bool(spec.tokenizer and other.tokenizer)
             and _content(self.tokenizer_path(spec)) == _content(self.tokenizer_path(other))
@@ -197,6 +247,13 @@ class Catalog:
 
     def tokenizer_path(self, spec: ModelSpec) -> Path:
         return self.models_dir / spec.id / spec.tokenizer
+
+
+def _with_template_of(folder: Path, spec: ModelSpec) -> ModelSpec:
+    try:
+        return dataclasses.replace(spec, chat_template=folder_template(folder))
+    except TemplateSourceError as error:
+        raise CatalogError(str(error)) from None
 
 
 def _content(path: Path) -> bytes:

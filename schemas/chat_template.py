@@ -8,11 +8,16 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from schemas.tokenization import Tokenizer
+
+# Templates of transformers are always given them.
+_NOTHING: dict[str, Any] = {"tools": None, "documents": None}
 
 
 class ChatTemplateError(ValueError):
@@ -36,9 +41,19 @@ def _tojson(
     )
 
 
+class _Generation(Extension):
+    """`{% generation %}` marks what was generated, for training; here it is what stands in it."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance's
+
+    def parse(self, parser: Parser) -> list[Node]:
+        parser.stream.expect("name:generation")
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=[loopcontrols, _Generation]
     )
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
@@ -108,7 +123,8 @@ class ChatTemplate:
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self._tokenizer.bos_token,
-                **context,
+                eos_token=self._tokenizer.eos_token,
+                **_NOTHING | context,
             )
         except ChatTemplateError:
             raise

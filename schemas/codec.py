@@ -89,6 +89,7 @@ class Codec:
         self._readers: dict[bytes, tuple[Any, type, Any]] = {}
         self._own: dict[str, type] = {}
         self._json: dict[str, str] = {}
+        self._learned: dict[bytes, str] = {}
         for path in sorted(_AVRO_DIR.glob("*.avsc")):
             text = path.read_text()
             cls = getattr(records, path.stem)
@@ -116,6 +117,7 @@ class Codec:
         if cls is None:
             raise CodecError(f"schema {name!r} is not a record of this system")
         prefix = MARKER + _fingerprint(schema)
+        self._learned[prefix] = json.dumps(parsed, separators=(",", ":"))
         self._readers.setdefault(prefix, (schema, cls, self._schema[cls]))
 
     def encode(self, record: Record) -> bytes:
@@ -135,6 +137,12 @@ class Codec:
         """What `decode` would return, by the header alone; None where it would raise for the header."""
         entry = self._readers.get(data[:HEADER_BYTES])
         return None if entry is None else entry[1]
+
+    def schema_of(self, data: bytes) -> str | None:
+        """The JSON of the schema that wrote `data`, by the header alone; None where it is not known."""
+        prefix = data[:HEADER_BYTES]
+        own = self._json.get(prefix[len(MARKER) :].hex()) if prefix.startswith(MARKER) else None
+        return own or self._learned.get(prefix)
 
     def decode(self, data: bytes) -> Record:
         """The record in `data`. Raises UnknownSchemaError or CodecError with what was found."""

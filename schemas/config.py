@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from schemas.kafka_login import KafkaLogin, KafkaServers
 from schemas.topics import Layout
 
 PREFIX = "HEADRACE_"
@@ -30,9 +31,9 @@ class ConfigError(ValueError):
         super().__init__("configuration:\n  " + "\n  ".join(self.errors))
 
 
-def setting(default: Any = dataclasses.MISSING, *, doc: str) -> Any:
-    """A config field; without a default it must be set."""
-    return dataclasses.field(default=default, metadata={"doc": doc})
+def setting(default: Any = dataclasses.MISSING, *, doc: str, secret: bool = False) -> Any:
+    """A config field; without a default it must be set. A `secret` is in no repr."""
+    return dataclasses.field(default=default, metadata={"doc": doc}, repr=not secret)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,10 @@ class CommonConfig:
     """What every service is told."""
 
     kafka: str = setting(doc="Bootstrap servers, host:port[,host:port].")
+    kafka_user: str = setting("", doc="As whom, by SCRAM-SHA-512; empty: the brokers ask for no login.")
+    kafka_password: str = setting("", doc="That user's password; better in a file.", secret=True)
+    kafka_password_file: Path | None = setting(None, doc="File that holds the password and nothing else.")
+    kafka_tls: bool = setting(False, doc="TLS to the brokers, for a user. SSL_CERT_FILE names authorities.")
     slot: int = setting(0, doc="This process's slot number (ordinal) among its role.")
     http_host: str = setting("127.0.0.1", doc="Address to bind HTTP to.")
     http_port: int = setting(0, doc="Port of /health, /metrics and the service's own API; 0 picks one.")
@@ -49,6 +54,12 @@ class CommonConfig:
     models_dir: Path = setting(_MODELS_DIR, doc="Folder of the model catalogue.")
     models: str = setting("", doc="Ids of the models served, with commas; empty: all of models_dir.")
     log_level: str = setting("INFO", doc="DEBUG, INFO, WARNING or ERROR.")
+
+    def __post_init__(self) -> None:
+        servers, _ = kafka_servers(
+            self.kafka, self.kafka_user, self.kafka_password, self.kafka_password_file, tls=self.kafka_tls
+        )
+        object.__setattr__(self, "kafka", servers)
 
     def layout(self) -> Layout:
         return Layout(self.shards, self.worker_slots, self.gateway_slots)
@@ -63,6 +74,10 @@ class CommonConfig:
             for name in ("shards", "worker_slots", "gateway_slots")
             if getattr(self, name) < 1
         ]
+        _, wrong = kafka_servers(
+            self.kafka, self.kafka_user, self.kafka_password, self.kafka_password_file, tls=self.kafka_tls
+        )
+        found += wrong
         if self.slot < 0:
             found.append(f"{PREFIX}SLOT must not be negative, got {self.slot}")
         if not 0 <= self.http_port < 65536:
@@ -70,6 +85,36 @@ class CommonConfig:
         if self.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             found.append(f"{PREFIX}LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got {self.log_level!r}")
         return found
+
+
+def kafka_servers(
+    servers: str, user: str, password: str, password_file: Path | None, *, tls: bool
+) -> tuple[KafkaServers, list[str]]:
+    """The servers with the login, and what is wrong with it; then they are without one."""
+    if not user:
+        unused = [
+            f"{PREFIX}{name} is for a {PREFIX}KAFKA_USER, and none is named"
+            for name, value in (
+                ("KAFKA_PASSWORD", password),
+                ("KAFKA_PASSWORD_FILE", password_file),
+                ("KAFKA_TLS", tls),
+            )
+            if value
+        ]
+        return KafkaServers(servers), unused
+    if bool(password) == (password_file is not None):
+        both = f"{PREFIX}KAFKA_USER needs either {PREFIX}KAFKA_PASSWORD or {PREFIX}KAFKA_PASSWORD_FILE"
+        return KafkaServers(servers), [both]
+    if password_file is not None:
+        try:
+            password = password_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as e:
+            return KafkaServers(servers), [
+                f"{PREFIX}KAFKA_PASSWORD_FILE: {password_file} cannot be read: {e}"
+            ]
+        if not password:
+            return KafkaServers(servers), [f"{PREFIX}KAFKA_PASSWORD_FILE: {password_file} is empty"]
+    return KafkaServers(servers, KafkaLogin(user, password, tls)), []
 
 
 def _parse(annotation: Any, text: str) -> Any:

@@ -137,6 +137,11 @@ class FleetView:
     def may_judge(self) -> bool:
         return self._own_last_ms is not None and self.clock.now_ms - self._own_last_ms <= OWN_HEARTBEAT_MS
 
+    @property
+    def heard_all(self) -> bool:
+        """Whether who lives was heard: the log was followed for three heartbeats."""
+        return self.clock.now_ms >= MAX_GAP_MS
+
     def gone(self, role: str, slot: int, epoch: int) -> str | None:
         """Why that life of the slot is over (left, superseded, silent), or None while it may live."""
         member = self._members.get((role, slot))
@@ -177,6 +182,14 @@ class FleetView:
             m
             for (r, _), m in sorted(self._members.items())
             if r == role and m.heartbeat is not None and self.gone(r, m.slot, m.epoch) is None
+        ]
+
+    def over(self, role: str) -> list[Member]:
+        """The last lives of slots that are gone and have no later one, by slot."""
+        return [
+            m
+            for (r, _), m in sorted(self._members.items())
+            if r == role and self.gone(r, m.slot, m.epoch) is not None
         ]
 
     def live_slots(self, role: str) -> set[int]:

@@ -6,6 +6,13 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
+class ClassLoad:
+    num_running: int
+    num_blocks: int
+    prefill_tokens: int
+
+
+@dataclass(slots=True)
 class WorkerStatus:
     model: str
     max_model_len: int
@@ -24,6 +31,8 @@ class WorkerStatus:
     decode_tokens_per_s: float
     canary: str = "unknown"
     prefix_sketch: bytes = b""
+    by_class: list[ClassLoad] = field(default_factory=list)
+    num_gpus: int = 1
 
 
 @dataclass(slots=True)
@@ -50,6 +59,7 @@ class Heartbeat:
     address: str | None = None
     worker: WorkerStatus | None = None
     partitions: list[PartitionStatus] = field(default_factory=list)
+    coordinator_shards: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -116,7 +126,7 @@ class Preemption:
     for_request_id: bytes | None = None
 
 
-# control.tenants, control.models
+# control.tenants, control.models, control.prices, control.spend
 
 
 @dataclass(slots=True)
@@ -139,6 +149,14 @@ class ClassLimits:
 
 
 @dataclass(slots=True)
+class Budget:
+    amount: str
+    currency: str
+    alert_percents: list[int]
+    hard_stop: bool = True
+
+
+@dataclass(slots=True)
 class Tenant:
     name: str
     tier: int
@@ -147,14 +165,38 @@ class Tenant:
     weight: float = 1.0
     disabled: bool = False
     allowed_models: list[str] | None = None
+    budget: Budget | None = None
 
 
 @dataclass(slots=True)
 class Model:
     id: str
-    architecture: str
-    max_model_len: int
     fallback_models: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Price:
+    model: str
+    priority: int
+    valid_from: int
+    currency: str
+    input_price: str
+    cached_input_price: str
+    output_price: str
+
+
+@dataclass(slots=True)
+class Amount:
+    currency: str
+    amount: str
+
+
+@dataclass(slots=True)
+class Spend:
+    tenant: str
+    month: str
+    amounts: list[Amount]
+    alerted: list[str]
 
 
 # batch.requests.<tenant>, batch.results.<tenant>, for producers who prefer Avro to JSON

@@ -9,7 +9,8 @@ _REQUEST_ID = "request_id"
 _ATTEMPT = "attempt"
 _REPLY_PARTITION = "reply_partition"
 TRACEPARENT = "traceparent"
-REASON = "reason"
+# Of a record of batch.requests: which of the tenant's batches it belongs to. Its answer has it too.
+BATCH = "batch"
 
 
 class ReplyTo(NamedTuple):
@@ -40,6 +41,25 @@ def reply_to(headers: Iterable[tuple[str, bytes | None]]) -> ReplyTo | None:
     except (KeyError, ValueError):
         return None
     return ReplyTo(request_id, attempt, reply) if len(request_id) == 16 else None
+
+
+def answer_headers(request_id: bytes | None, batch: str | None) -> Headers:
+    """Of a record of batch.results: `request_id` in hex, and the batch as it was named."""
+    headers: Headers = []
+    if request_id is not None:
+        headers.append((_REQUEST_ID, request_id.hex().encode()))
+    if batch is not None:
+        headers.append((BATCH, batch.encode()))
+    return headers
+
+
+def answered_request(headers: Iterable[tuple[str, bytes | None]]) -> bytes | None:
+    """Whose answer `answer_headers` were written for; None where they do not say."""
+    try:
+        request_id = bytes.fromhex((dict(headers).get(_REQUEST_ID) or b"").decode("ascii"))
+    except ValueError:
+        return None
+    return request_id if len(request_id) == 16 else None
 
 
 def traceparent(headers: Iterable[tuple[str, bytes | None]]) -> str | None:

@@ -1,10 +1,11 @@
 """Models ready to turn text into token ids and back: catalogue entry, tokenizer, chat template."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from schemas.catalog import Catalog, CatalogError, ModelSpec
 from schemas.chat_template import ChatTemplate
+from schemas.template_source import tool_call_format
 from schemas.tokenization import Tokenizer
 
 
@@ -25,6 +26,8 @@ class LoadedModel:
         spec = catalog.get(model_id)
         tokenizer = Tokenizer.load(catalog, model_id)
         template = ChatTemplate(spec.chat_template, tokenizer) if spec.chat_template else None
+        if template and template.takes_tools and not spec.tool_call_format:
+            spec = replace(spec, tool_call_format=tool_call_format(spec.chat_template))
         if spec.tool_call_format and not (template and template.takes_tools):
             raise CatalogError(
                 f"model {model_id!r}: field 'tool_call_format' is set, but its chat_template has no tools"

@@ -64,11 +64,22 @@ def is_shared(sketch: bytes) -> bool:
     return sketch[:1] == _SHARED
 
 
+def places(key: int) -> tuple[int, int, int, int, int, int, int, int]:
+    """Where a key's four bits lie in a sketch: byte, mask, byte, mask, …"""
+    a, b, c, d = key & _MASK, key >> 16 & _MASK, key >> 32 & _MASK, key >> 48 & _MASK
+    return (
+        1 + (a >> 3),
+        1 << (a & 7),
+        1 + (b >> 3),
+        1 << (b & 7),
+        1 + (c >> 3),
+        1 << (c & 7),
+        1 + (d >> 3),
+        1 << (d & 7),
+    )
+
+
 def holds(sketch: bytes, key: int) -> bool:
     """Whether the key is among those of a sketch of SKETCH_BYTES, or seems so."""
-    return bool(
-        sketch[1 + ((key & _MASK) >> 3)] >> (key & 7) & 1
-        and sketch[1 + ((key >> 16 & _MASK) >> 3)] >> (key >> 16 & 7) & 1
-        and sketch[1 + ((key >> 32 & _MASK) >> 3)] >> (key >> 32 & 7) & 1
-        and sketch[1 + ((key >> 48 & _MASK) >> 3)] >> (key >> 48 & 7) & 1
-    )
+    at = places(key)
+    return all(sketch[byte] & mask for byte, mask in zip(at[::2], at[1::2], strict=True))

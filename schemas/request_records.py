@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from schemas.sampling import SamplingParams, TokenLogprobs
+from schemas.sampling import SamplingParams
 
 # inference.requests
 
@@ -142,23 +142,6 @@ class Dispatched:
 
 
 @dataclass(slots=True)
-class TokenChunk:
-    request_id: bytes
-    attempt: int
-    position: int
-    token_ids: list[int]
-    finish_reason: str | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Tokens:
-    slot: int
-    epoch: int
-    chunks: list[TokenChunk]
-
-
-@dataclass(slots=True)
 class Completion:
     request_id: bytes
     attempt: int
@@ -256,3 +239,4 @@ class Usage:
     slot: int | None = None
     epoch: int | None = None
     first_token_ms: int | None = None
+    recomputed_tokens: int = 0

@@ -20,13 +20,17 @@ from schemas.records import (
     Failed,
     Rejected,
     Retry,
-    TokenChunk,
 )
+from schemas.token_records import TokenChunk
 
 # After these the attempt is over but the request need not be: its owner may still send a Retry.
 RETRYABLE_FINISHES = frozenset({"cancelled", "error"})
 # The reason of a Cancellation, and the code of the end that comes of it.
 DEADLINE_EXCEEDED = "deadline_exceeded"
+# Of a request that was accepted less than this ago admission may say Admitted though it was answered, for a
+# new holder of a partition does not know that. Owners keep what has ended within reach for longer, so that
+# who comes after them does not take it for a request without an end.
+LATE_ADMITTED_MS = 15_000
 
 
 class Run(NamedTuple):
@@ -48,7 +52,7 @@ class Effect(Enum):
 
     IGNORED = auto()
     ADMITTED = auto()
-    BOUND = auto()  # a run is bound; with Tokens only if they were empty
+    BOUND = auto()  # a run is bound, or what serves is known of it now; with Tokens only if they were empty
     TOKENS = auto()  # token_ids grew
     ALIVE = auto()  # a sign of life of the bound run
     GAP = auto()  # a gap was found now; the attempt counts nothing more
@@ -69,7 +73,8 @@ class StreamState:
     `owner_epoch` is None until a record names the owner. `last_sign_at` is the broker time (ms) of the
     last record from the bound run. `owner_slot` is the gateway slot that claimed it, None while it belongs to
     who accepted it. `request_at` is where a record of it, of whatever attempt, lies in inference.requests:
-    (partition, offset). Of earlier attempts: `num_carried` output tokens count, and `lost` are
+    (partition, offset). `max_tokens`: it may have so many output tokens, where admission allows fewer than it
+    asks for. Of earlier attempts: `num_carried` output tokens count, and `lost` are
     the runs that were bound. `num_unstopped` is how many tokens counted before the chunk that said "stop",
     None while none did or tokens came behind it: what of that chunk is shown, its Completion says.
     """
@@ -81,6 +86,7 @@ class StreamState:
     attempt: int = 1
     run: Run | None = None
     model: str | None = None
+    max_tokens: int | None = None
     requests_offset: int | None = None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -190,19 +196,23 @@ class StreamState:
 
     def _dispatched(self, record: Dispatched, timestamp_ms: int) -> Effect:
         run = Run(record.slot, record.epoch)
-        if record.attempt != self.attempt or self.end is not None:
+        # Its tokens, or even their end, may have come first.
+        overtaken = record.attempt == self.attempt and run == self.run and self.model is None
+        if record.attempt != self.attempt or (self.end is not None and not overtaken):
             return self._stray(run, record.attempt)
         self._learn_owner(record.owner_epoch)
         if record.requests_partition is not None and record.requests_offset is not None:
             self.request_at = record.requests_partition, record.requests_offset
-        if self.run is None:
-            self.run, self.model, self.last_sign_at = run, record.model, timestamp_ms
-            return Effect.BOUND
-        if run != self.run:
+        bound_now = self.run is None
+        if bound_now:
+            self.run, self.last_sign_at = run, timestamp_ms
+        elif run != self.run:
             self.strays.add(run)
             return Effect.STRAY
+        if record.max_tokens is not None:
+            self.max_tokens = record.max_tokens
         self.model = record.model
-        return Effect.IGNORED
+        return Effect.BOUND if bound_now or overtaken else Effect.IGNORED
 
     def _completion(self, record: Completion, timestamp_ms: int) -> Effect:
         run = Run(record.slot, record.epoch)

@@ -58,6 +58,13 @@ def _byte_table(tokenizer: _HfTokenizer) -> list[bytes]:
     return table
 
 
+# Characters. `encode` holds the interpreter's lock: 1.2 s a megabyte, in which no other thread runs. A batch
+# gives it up, and without the offsets, which nobody reads, it takes a third of the time.
+_LONG_TEXT = 4_096
+# What a normalizer may leave of a text, in parts: a letter of its combining characters, for example.
+_SHRINKS = 4
+
+
 def simulated_tokenizer() -> _HfTokenizer:
     """One token a byte, no merges; bos and eos of `simulated_model`."""
     alphabet = dict(sorted(_byte_level_alphabet().items(), key=lambda item: item[1]))
@@ -82,6 +89,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._prefix = [spec.bos_token_id] if spec.add_bos else []
         self.token_bytes = _byte_table(tokenizer)
+        self._most_characters = _SHRINKS * max(map(len, self.token_bytes))
         self.special_ids = {
             added.content: token_id
             for token_id, added in tokenizer.get_added_tokens_decoder().items()
@@ -93,6 +101,8 @@ class Tokenizer:
         )
         self.special_texts = {token_id: content for content, token_id in self.special_ids.items()}
         self.bos_token = self.special_texts.get(spec.bos_token_id, "")
+        # Of several the first is the tokenizer's own.
+        self.eos_token = self.special_texts.get(spec.eos_token_ids[0], "") if spec.eos_token_ids else ""
 
     @classmethod
     def load(cls, catalog: Catalog, model_id: str) -> "Tokenizer":
@@ -113,9 +123,17 @@ class Tokenizer:
         except Exception as e:  # tokenizers raises bare Exception
             raise ValueError(f"{path}: not a usable tokenizer: {e}") from e
 
+    def fewest_tokens(self, characters: int) -> int:
+        """That a text of this length may have; so one that fits no context needs not be read."""
+        return characters // self._most_characters
+
     def encode(self, text: str) -> list[int]:
         """Plain text, nothing added."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) > _LONG_TEXT:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        else:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -158,6 +176,10 @@ class Detokenizer:
         """The text that `token_ids` complete; may be empty. Ids outside the vocabulary add nothing."""
         table, size = self._table, len(self._table)
         return self._decode(b"".join([table[i] for i in token_ids if 0 <= i < size]))
+
+    def piece(self, token_id: int) -> str:
+        """`push` of one id."""
+        return self._decode(self._table[token_id]) if 0 <= token_id < len(self._table) else ""
 
     def pieces(self, token_ids: Iterable[int]) -> list[str]:
         """`push` of each id: the text that it completes."""

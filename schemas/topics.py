@@ -25,7 +25,11 @@ EVENTS = "fleet.events"
 DECISIONS = "fleet.decisions"
 TENANTS = "control.tenants"
 MODELS = "control.models"
+PRICES = "control.prices"
+SPEND = "control.spend"
 SCHEMAS = "control.schemas"
+BATCH_JOBS = "batch.jobs"
+BATCH_STATES = "batch.states"
 DLQ_SUFFIX = ".dlq"
 _BATCH_REQUESTS_PREFIX = "batch.requests."
 _BATCH_RESULTS_PREFIX = "batch.results."
@@ -36,6 +40,12 @@ HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
 # How long an answer can be read again.
 TOKENS_RETENTION_MS = 2 * HOUR_MS
+# How long usage can be read again; the archive has it by then.
+USAGE_RETENTION_MS = 30 * DAY_MS
+# How long a batch can be asked for: the longest window, and as long as a file is kept by default.
+BATCHES_RETENTION_MS = 37 * DAY_MS
+# How long what was spent in a month can be read: it, and what is billed to it after its end.
+SPEND_RETENTION_MS = 37 * DAY_MS
 
 
 def partition(shard: int, priority: int) -> int:
@@ -132,7 +142,19 @@ def _delete_after(retention_ms: int) -> dict[str, str]:
 
 
 _COMPACT = {"cleanup.policy": "compact", "segment.ms": str(HOUR_MS)}
-_COMMON = {"message.timestamp.type": "LogAppendTime", "max.message.bytes": str(8 << 20)}
+
+
+def _compact_and_delete_after(retention_ms: int) -> dict[str, str]:
+    return {
+        **_delete_after(retention_ms),
+        "cleanup.policy": "compact,delete",
+        "segment.ms": str(HOUR_MS),
+    }
+
+
+MAX_RECORD_BYTES = 8 << 20
+MAX_DEAD_LETTER_BYTES = MAX_RECORD_BYTES + (64 << 10)
+_COMMON = {"message.timestamp.type": "LogAppendTime", "max.message.bytes": str(MAX_RECORD_BYTES)}
 
 
 def topic_specs(layout: Layout) -> list[TopicSpec]:
@@ -141,6 +163,7 @@ def topic_specs(layout: Layout) -> list[TopicSpec]:
     workers = layout.worker_slots * NUM_CLASSES
     # Class 2 replies to a coordinator shard instead of a gateway slot.
     replies = max(layout.gateway_slots, layout.shards) * NUM_CLASSES
+    batches = _compact_and_delete_after(BATCHES_RETENTION_MS)
     kept: list[tuple[str, int, dict[str, str]]] = [
         (REQUESTS, hashed, _delete_after(DAY_MS)),
         (IDEMPOTENCY, hashed, _delete_after(TOKENS_RETENTION_MS)),
@@ -148,19 +171,32 @@ def topic_specs(layout: Layout) -> list[TopicSpec]:
         (DECODE, workers, _delete_after(HOUR_MS)),
         (TOKENS, replies, _delete_after(TOKENS_RETENTION_MS)),
         (CANCELLATIONS, hashed, _delete_after(HOUR_MS)),
-        (USAGE, hashed, _delete_after(30 * DAY_MS)),
+        (USAGE, hashed, _delete_after(USAGE_RETENTION_MS)),
         (HEARTBEATS, 1, _delete_after(HOUR_MS // 6)),
         (EVENTS, 1, _delete_after(7 * DAY_MS)),
         (DECISIONS, hashed, _delete_after(DAY_MS)),
         (TENANTS, 1, _COMPACT),
         (MODELS, 1, _COMPACT),
+        (PRICES, 1, _COMPACT),
         (SCHEMAS, 1, _COMPACT),
+        (SPEND, 1, _compact_and_delete_after(SPEND_RETENTION_MS)),
+        (BATCH_JOBS, layout.shards, batches),
+        (BATCH_STATES, layout.shards, batches),
         (dlq(REQUESTS), hashed, _delete_after(30 * DAY_MS)),
         (dlq(PREFILL), workers, _delete_after(30 * DAY_MS)),
         (dlq(USAGE), hashed, _delete_after(30 * DAY_MS)),
         (dlq(CANCELLATIONS), hashed, _delete_after(30 * DAY_MS)),
     ]
     return [_spec(name, count, config, layout) for name, count, config in kept]
+
+
+_BY_ALL = (SCHEMAS, TENANTS, MODELS, EVENTS, HEARTBEATS, REQUESTS, TOKENS, USAGE, SPEND)
+# What each role cannot do without. Topics that another one alone uses do not hold it up.
+NEEDED = {
+    "admission": (*_BY_ALL, IDEMPOTENCY, PREFILL, DECISIONS, dlq(REQUESTS)),
+    "ledger": (*_BY_ALL, CANCELLATIONS, PRICES, BATCH_JOBS, BATCH_STATES, dlq(USAGE)),
+    "gateway": (*_BY_ALL, CANCELLATIONS, BATCH_JOBS, BATCH_STATES),
+}
 
 
 def tenant_topic_specs(tenant: str, layout: Layout) -> list[TopicSpec]:
@@ -170,7 +206,8 @@ def tenant_topic_specs(tenant: str, layout: Layout) -> list[TopicSpec]:
     return [
         _spec(requests, 1, week, layout),
         _spec(batch_results(tenant), 1, week, layout),
-        _spec(dlq(requests), 1, month, layout),
+        # A dead letter is the record as it came, with the reason beside it.
+        _spec(dlq(requests), 1, {**month, "max.message.bytes": str(MAX_DEAD_LETTER_BYTES)}, layout),
     ]
 
 

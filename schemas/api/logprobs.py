@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL
 from schemas.sampling import TokenLogprobs
 from schemas.tokenization import Tokenizer
 
@@ -58,6 +59,13 @@ def completion_logprobs(tokenizer: Tokenizer) -> Shape:
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
     return shape
+
+
+# How each API has them that whole answers of ours carry as a `logprobs` object.
+SHAPES: dict[str, Callable[[Tokenizer], Shape]] = {
+    CHAT_COMPLETIONS_URL: chat_logprobs,
+    COMPLETIONS_URL: completion_logprobs,
+}
 
 
 def _bytes(tokenizer: Tokenizer, token_id: int) -> bytes | None:

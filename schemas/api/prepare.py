@@ -20,6 +20,7 @@ from schemas.api.prompts import (
 )
 from schemas.api.routing import Routing, routing
 from schemas.api.structured import response_grammar
+from schemas.api.tool_calls import CHAT_CALL, MESSAGE_CALL
 from schemas.api.tools import openai_tools
 from schemas.models import LoadedModel
 from schemas.priority import PriorityClass
@@ -65,6 +66,13 @@ class Prepared:
     has_tools: bool = False
     limit_field: str | None = None
     routing: Routing = Routing()
+
+    @property
+    def call_prefix(self) -> str:
+        """How the ids of its tool calls begin; empty where the output is not read for any."""
+        if not self.has_tools:
+            return ""
+        return MESSAGE_CALL if self.url == MESSAGES_URL else CHAT_CALL
 
 
 def prepare(body: Body, models: Mapping[str, LoadedModel]) -> Prepared:

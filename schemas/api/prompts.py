@@ -6,6 +6,7 @@ from typing import Any
 from schemas.api.errors import ApiError, bad_field
 from schemas.chat_template import ChatTemplateError
 from schemas.models import LoadedModel
+from schemas.record_size import MAX_REQUEST_TOKENS
 
 
 def find_model(model_id: str, models: Mapping[str, LoadedModel]) -> LoadedModel:
@@ -21,6 +22,7 @@ def find_model(model_id: str, models: Mapping[str, LoadedModel]) -> LoadedModel:
 def text_ids(prompt: str, model: LoadedModel, field: str = "prompt") -> list[int]:
     """The prompt that is a text. Raises ApiError that names `field`."""
     check_unicode(prompt, field)
+    _check_length(len(prompt), model, field)
     ids = model.tokenizer.encode_prompt(prompt)
     if not ids:
         raise bad_field(field, "must not be empty for this model")
@@ -68,6 +70,8 @@ def template_ids(
     one, the assistant's. Raises ApiError that names `messages`."""
     if model.chat_template is None:
         raise bad_field("messages", f"model {model.spec.id} has no chat template; use prompt")
+    contents = (message.get("content") for message in inputs)
+    _check_length(sum(len(text) for text in contents if isinstance(text, str)), model, "messages")
     context = {} if tools is None else {"tools": tools}
     try:
         return model.chat_template.encode(inputs, continue_last=continue_last, **context)
@@ -75,6 +79,14 @@ def template_ids(
         raise bad_field("messages", str(e)) from None
     except RecursionError:
         raise bad_field("messages", "nested too deeply") from None
+
+
+def _check_length(characters: int, model: LoadedModel, field: str) -> None:
+    """Refuses what is too long by far without reading it, which takes seconds. Raises ApiError."""
+    fewest, context = model.tokenizer.fewest_tokens(characters), model.spec.max_model_len
+    if fewest >= context:
+        message = f"{field}: {fewest} tokens and more leave no room in the model's context of {context}"
+        raise ApiError(400, "context_length_exceeded", message, field)
 
 
 def check_unicode(text: str, field: str) -> None:
@@ -101,21 +113,16 @@ def output_limit(
 
     Raises ApiError that names `field`, the prompt's, or `limit_field`, whichever is too long.
     """
-    room = context - prompt
+    status, code, most, of = 400, "context_length_exceeded", context, f"the model's context of {context}"
+    if context > MAX_REQUEST_TOKENS:
+        status, code, most = 413, "request_too_large", MAX_REQUEST_TOKENS
+        of = f"the {most} that prompt and output of a request may have"
+    room = most - prompt
     if room < 1:
-        raise ApiError(
-            400,
-            "context_length_exceeded",
-            f"{field}: {prompt} tokens leave no room in the model's context of {context}",
-            field,
-        )
+        raise ApiError(status, code, f"{field}: {prompt} tokens leave no room in {of}", field)
     if wanted is None:
         return min(default, room)
     if wanted > room:
-        raise ApiError(
-            400,
-            "context_length_exceeded",
-            f"{limit_field}: {prompt} prompt tokens and {wanted} more exceed the context of {context}",
-            limit_field,
-        )
+        message = f"{limit_field}: {prompt} prompt tokens and {wanted} more exceed {of}"
+        raise ApiError(status, code, message, limit_field)
     return wanted

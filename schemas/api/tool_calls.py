@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+# How ids of calls begin, in OpenAI's API and in Anthropic's.
+CHAT_CALL, MESSAGE_CALL = "call", "toolu"
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
 _STRUCTURE = re.compile(r'["{}\[\]]')
@@ -168,6 +170,19 @@ def collected(pieces: Iterable[Piece]) -> tuple[str, list[ToolCall]]:
             name, arguments = calls[piece.call]
             calls[piece.call] = ToolCall(name, arguments + piece.arguments)
     return said, calls
+
+
+def merged(pieces: Iterable[Piece]) -> tuple[str, list[CallPiece]]:
+    """What pieces add to the text, and to each call."""
+    said = ""
+    calls: dict[int, CallPiece] = {}
+    for piece in pieces:
+        if isinstance(piece, str):
+            said += piece
+        else:
+            known = calls.setdefault(piece.call, piece._replace(arguments=""))
+            calls[piece.call] = known._replace(arguments=known.arguments + piece.arguments)
+    return said, list(calls.values())
 
 
 def _shown_length(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Which records of control.tenants count. Pure.
+"""Which records of control.tenants and control.models count. Pure.
 
 A record may say in a header which one it replaces, by its offset. It counts only if that is the one in force:
 so of two changes made to the same state the second is none, for all readers, and who wrote it sees that when
@@ -19,8 +19,8 @@ def replaces_header(version: int) -> tuple[str, bytes]:
     return REPLACES, str(version).encode()
 
 
-class TenantLog:
-    """Fed with all records of the topic, in order."""
+class ControlLog:
+    """Fed with all records of one of the topics, in order."""
 
     def __init__(self) -> None:
         self._versions: dict[str, int] = {}
