@@ -13,6 +13,7 @@ import uvloop
 
 from schemas import logs
 from schemas.config import CommonConfig, ConfigError, describe, from_env
+from schemas.topic_check import MissingTopicsError
 from streams.membership import SupersededError
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,9 @@ def main(role: str, settings: type[C], make: Callable[[C], Service], argv: Seque
     except SupersededError as error:
         log.error("stopped: %s", error)
         return EXIT_SUPERSEDED
+    except MissingTopicsError as error:
+        log.error("failed: %s", error)
+        return EXIT_FAILED
     except Exception as error:
         log.exception("failed: %s", error)
         return EXIT_FAILED

@@ -1,5 +1,6 @@
 """Reading by hand: partitions that are assigned by no group, from places that are known."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -24,6 +25,14 @@ class Consumer(Protocol):
     async def end_offsets(self, partitions: Iterable[Any]) -> dict[Any, int]: ...
     async def offsets_for_times(self, timestamps: dict[Any, int]) -> dict[Any, Any]: ...
     async def topics(self) -> set[str]: ...
+
+
+async def find_leaders(consumer: Consumer, *partitions: Any) -> None:
+    """Has the consumer learn where these lie, so that its first question about them is answered at once.
+
+    aiokafka finds a topic's leaders when it is first asked about it, 100 ms later, one topic after another.
+    """
+    await asyncio.gather(*(consumer.end_offsets([partition]) for partition in partitions))
 
 
 def assign_at(consumer: Consumer, places: Mapping[Any, int]) -> None:

@@ -1,5 +1,6 @@
 """The Faust app of a service: one agent on one topic of raw records, no tables, no web."""
 
+import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,29 @@ from faust.transport.drivers import aiokafka as driver
 
 from schemas.config import CommonConfig
 from schemas.fleet import BUSY_FETCH_WAIT_MS
+from schemas.kafka_login import MECHANISM, login_of
+from streams.assignment import SpreadAssignor
 
 OnAssigned = Callable[[set[int]], Awaitable[None]]
 
+# Members hear with their next heartbeat that others came or went.
+_GROUP_HEARTBEAT_S = 0.3
+
+
+def member_client_id(role: str, slot: int) -> str:
+    """By which a process's member of its group can be told."""
+    return f"{role}-{slot}"
+
 
 class _ConsumerThread(driver.AIOKafkaConsumerThread):
-    """Faust's own fetches for 1.5 s, and knows no setting for it."""
+    """Faust's own fetches for 1.5 s and deals partitions out in turn, and knows no settings for it."""
 
     def _create_worker_consumer(self, transport: Any) -> Any:
         consumer = super()._create_worker_consumer(transport)
         consumer._fetch_max_wait_ms = BUSY_FETCH_WAIT_MS
+        # One alone: aiokafka joins anew for each, with a list that is longer by one. Every such join begins
+        # another rebalance, and several members that came together kept one another from ever ending one.
+        consumer._partition_assignment_strategy = [SpreadAssignor]
         return consumer
 
 
@@ -41,6 +55,18 @@ class _NoTables(TableManager):
             await self.recovery.start()
 
 
+def _credentials(servers: str) -> Any:
+    login = login_of(servers)
+    if login is None:
+        return None
+    return faust.SASLCredentials(
+        username=login.user,
+        password=login.password,
+        mechanism=MECHANISM,
+        ssl_context=ssl.create_default_context() if login.tls else None,
+    )
+
+
 def build_faust_app(
     role: str,
     config: CommonConfig,
@@ -57,11 +83,12 @@ def build_faust_app(
     app = faust.App(
         role,
         broker=[f"kafka://{server}" for server in config.kafka.split(",")],
-        broker_client_id=f"{role}-{config.slot}",
+        broker_credentials=_credentials(config.kafka),
+        broker_client_id=member_client_id(role, config.slot),
         # Static membership: a restart within the session finds its partitions without a rebalance.
         consumer_group_instance_id=f"{role}-{config.slot}",
         broker_session_timeout=session_timeout_s,
-        broker_heartbeat_interval=session_timeout_s / 5,
+        broker_heartbeat_interval=min(session_timeout_s / 5, _GROUP_HEARTBEAT_S),
         consumer_auto_offset_reset="earliest",
         consumer_max_fetch_size=8 << 20,
         # Neither a stop nor a rebalance waits for an agent that is stuck.

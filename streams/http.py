@@ -1,7 +1,7 @@
 """/health/live, /health/ready and /metrics, and any other app, in the loop of the service they speak for."""
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,8 +46,10 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def health_app(not_ready: Callable[[], str | None], registry: CollectorRegistry) -> Starlette:
-    """`not_ready` says why, or None."""
+def health_app(
+    not_ready: Callable[[], str | None], registry: CollectorRegistry, routes: Iterable[Route] = ()
+) -> Starlette:
+    """`not_ready` says why, or None. `routes` are the service's own."""
 
     async def live(_: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -64,5 +66,6 @@ def health_app(not_ready: Callable[[], str | None], registry: CollectorRegistry)
             Route("/health/live", live),
             Route("/health/ready", ready),
             Route("/metrics", metrics),
+            *routes,
         ]
     )

@@ -52,12 +52,22 @@ class Membership:
     def epoch(self) -> int:
         return self.heartbeat().epoch
 
-    def heartbeat(self, partitions: Iterable[PartitionStatus] = ()) -> Heartbeat:
+    def heartbeat(
+        self, partitions: Iterable[PartitionStatus] = (), coordinator_shards: Iterable[int] = ()
+    ) -> Heartbeat:
         """A sign of this life. Raises RuntimeError before `join`."""
         own = self._own
         if own is None:
             raise RuntimeError(f"{self._role} {self._slot} has not joined the fleet")
-        return Heartbeat(own.role, own.slot, own.epoch, own.nonce, own.address, partitions=list(partitions))
+        return Heartbeat(
+            own.role,
+            own.slot,
+            own.epoch,
+            own.nonce,
+            own.address,
+            partitions=list(partitions),
+            coordinator_shards=list(coordinator_shards),
+        )
 
     async def join(self, producer: Producer, address: str) -> None:
         """Gives this life its epoch. The caller sets a deadline."""

@@ -76,8 +76,9 @@ async def _cancel(task: "asyncio.Task[Any]") -> None:
 
 
 async def _close(stop: Callable[[], Awaitable[Any]], timeout_s: float) -> None:
-    # Closing hangs while the broker is away; nothing that matters is left to it by now.
-    with suppress(Exception):
+    # Closing hangs while the broker is away, or raises the CancelledError of a fetch (`stop_client`); nothing
+    # that matters is left to it by now.
+    with suppress(asyncio.CancelledError, Exception):
         async with asyncio.timeout(timeout_s):
             await stop()
 

@@ -16,9 +16,10 @@ from schemas.records import (
 )
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.idempotency import keyed
+from streams.admission.in_flight import InFlight
 from streams.admission.refusal import Refusal
 from streams.admission.shedding import LevelChange
-from streams.admission.worker import InFlight, Worker
+from streams.admission.worker import Worker
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ class DeadLetter:
 
     partition: int
     key: bytes | None
-    value: bytes
+    value: bytes | None
     headers: Headers
 
 
@@ -111,6 +112,12 @@ def admitted(item: QueuedRequest) -> Reply:
         item.rate_limits,
     )
     return Reply(reply_to(request), record, item.traceparent)
+
+
+def place_of(request: InferenceRequest, partition: int, offset: int, traceparent: str | None) -> Reply:
+    """Tells the owner, or who comes after it, where a request lies that nothing was decided about."""
+    record = Admitted(request.request_id, request.attempt, request.owner_epoch, partition, offset)
+    return Reply(reply_to(request), record, traceparent)
 
 
 def assign(item: QueuedRequest, worker: Worker, entry: InFlight, queued_ms: int) -> Assign:

@@ -29,6 +29,7 @@ from streams.admission.actions import (
 )
 from streams.admission.affinity import HitMeter
 from streams.admission.backlog import Backlog
+from streams.admission.budgets import Budgets
 from streams.admission.decisions import DecisionLog
 from streams.admission.fallback import Fallback, FallbackPolicy
 from streams.admission.idempotency import IdempotencyKeys
@@ -45,8 +46,8 @@ from streams.admission.screening import Refused, Screening
 from streams.admission.shares import PeerDemand
 from streams.admission.takeover import Takeover
 from streams.admission.tenants import Tenants
-from streams.admission.validation import invalid_field
-from streams.admission.waiting import WaitingPolicy
+from streams.admission.validation import invalid_field, oversized
+from streams.admission.waiting import WaitingPolicy, expired, wait_until
 
 # Finish reasons of answers that came to their own end, so that their length says something.
 COMPLETE = frozenset({"stop", "length"})
@@ -74,6 +75,7 @@ class Admission:
         self.limits = Limits()
         self.restating = Restating(self.limits)
         self.tenants = Tenants(self.limits)
+        self.budgets = Budgets(self.tenants)
         self.router = Router(routing)
         self.peers = PeerDemand(slot)
         self.hits = HitMeter()
@@ -95,6 +97,7 @@ class Admission:
             policy,
             decisions,
             self.tenants,
+            self.budgets,
             self.limits,
             self.router,
             self.overload,
@@ -185,7 +188,7 @@ class Admission:
         self.router.billed(usage.slot, usage.epoch, usage.request_id)
         if not self._memory.ended(usage.request_id, usage.attempt, usage.slot, usage.epoch):
             return []
-        self.router.ended(usage.slot, usage.epoch, used)
+        self.router.ended(usage.slot, usage.epoch, usage.priority, used)
         known = self._memory.get(usage.request_id)
         self.overload.ended(usage, known)
         if known is not None and usage.attempt == 1:
@@ -228,8 +231,13 @@ class Admission:
         at, trace, left = (assign.partition, assign.offset), assign.traceparent, assign.rate_limits
         return [dispatched(request, slot, epoch, *at, trace, left, granted)]
 
-    def on_dispatch_failed(self, assign: Assign, reason: str, now: int) -> list[Action]:
-        """The Dispatch was not acked. If it lies there after all, its run is a stray: owners cancel it."""
+    def on_dispatch_failed(
+        self, assign: Assign, reason: str, now: int, *, too_large: bool = False
+    ) -> list[Action]:
+        """The Dispatch was not acked. If it lies there after all, its run is a stray: owners cancel it.
+
+        One that is `too_large` for its topic is so for every worker.
+        """
         request = assign.dispatch.request
         assign.worker.remove(assign.in_flight)
         self._memory.forget(request.request_id, request.attempt)
@@ -241,6 +249,10 @@ class Admission:
             freed = self.keys.free(asked.key, request.request_id)
             actions += [] if freed is None else [NoteKey(freed, assign.partition)]
         refusal = Refusal(503, "dispatch_failed", f"the dispatch failed: {reason}", RETRY_LATER_MS)
+        if too_large:
+            refusal = oversized(request)
+        elif now >= wait_until(self.policy, request):
+            refusal = expired(RETRY_LATER_MS)
         return [
             *actions,
             self._refusing.refuse(request, refusal, assign.traceparent),

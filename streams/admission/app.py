@@ -13,9 +13,12 @@ from schemas.fleet import (
     HEARTBEAT_PRODUCER_SETTINGS,
     PRODUCER_SETTINGS,
 )
+from schemas.kafka_login import client_settings
+from schemas.lasting_producer import lasting
 from streams import command
 from streams.admission.config import ROLE, AdmissionConfig
 from streams.admission.service import AdmissionService, Kafka
+from streams.consumer_group import ConsumerGroup
 from streams.faust_app import OnAssigned, build_faust_app
 
 # Heartbeats are fetched together: a lone record costs 0.6 ms, one in a batch 3 µs.
@@ -27,7 +30,7 @@ def make_kafka(config: AdmissionConfig) -> Kafka:
     """The clients; needs a running loop."""
 
     def client(purpose: str) -> dict[str, Any]:
-        return {"bootstrap_servers": config.kafka, "client_id": f"{ROLE}-{config.slot}-{purpose}"}
+        return {**client_settings(config.kafka), "client_id": f"{ROLE}-{config.slot}-{purpose}"}
 
     decisions = {**PRODUCER_SETTINGS, "linger_ms": _DECISION_LINGER_MS}
     heartbeats = {**CONSUMER_SETTINGS, **_HEARTBEAT_FETCH}
@@ -36,13 +39,14 @@ def make_kafka(config: AdmissionConfig) -> Kafka:
         return make_faust_app(config, datadir, on_record, on_assigned)
 
     return Kafka(
-        producer=AIOKafkaProducer(**client("requests"), **PRODUCER_SETTINGS),
+        producer=lasting(AIOKafkaProducer(**client("requests"), **PRODUCER_SETTINGS)),
         heartbeat_producer=AIOKafkaProducer(**client("heartbeats"), **HEARTBEAT_PRODUCER_SETTINGS),
-        decision_producer=AIOKafkaProducer(**client("decisions"), **decisions),
+        decision_producer=lasting(AIOKafkaProducer(**client("decisions"), **decisions)),
         control=AIOKafkaConsumer(**client("control"), **CONSUMER_SETTINGS),
         heartbeats=AIOKafkaConsumer(**client("heartbeats"), **heartbeats),
         usage=AIOKafkaConsumer(**client("usage"), **BUSY_CONSUMER_SETTINGS),
         keys=AIOKafkaConsumer(**client("keys"), **CONSUMER_SETTINGS),
+        group=ConsumerGroup(ROLE, config.kafka, client("group")["client_id"]),
         partition=TopicPartition,
         faust_app=faust_app,
     )

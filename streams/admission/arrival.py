@@ -8,10 +8,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from schemas.priority import PriorityClass
+from schemas.records import InferenceRequest
 from streams.admission.refusal import RETRY_LATER_MS, Refusal
 from streams.admission.shedding import ShedLevel, ShedPolicy
 
 MAX_RETRY_AFTER_MS = 60_000
+# What a budget refuses: before the load is asked, and whatever the policy.
+BUDGET_EXCEEDED = "budget_exceeded"
 # A tenant may have so many requests waiting whatever its share: two at once are no flood.
 _FEW = 2
 # Who is alone in the highest class takes nothing from others, however much waits: its deadlines bound that.
@@ -25,6 +28,14 @@ class OverloadPolicy:
     start_ms: tuple[int, ...] = (60_000, 120_000, 0)
     shed: ShedPolicy = field(default_factory=ShedPolicy)
 
+    def refusal(self, request: InferenceRequest, seen: "Arrival") -> Refusal | None:
+        """Why the load does not let the request in: decided by `seen` alone here."""
+        return refusal(self, seen)
+
+    def cap(self, request: InferenceRequest, seen: "Arrival") -> int | None:
+        """What the request's `max_tokens` becomes, None where it stays."""
+        return capped(self.shed, seen)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
@@ -35,6 +46,7 @@ class Arrival:
     the part of what is served that it may count on. `ahead_tokens` are served before it. Its class's queue
     drains by `drain_tokens_per_s` (0: not known); waits have lately been `wait_correction` times what follows
     from these. So it is expected to wait `wait_ms` here, and `prefill_ms` at its worker for its first token.
+    `budget_left`: what its tenant may still spend in its month (its sign is exact); None: no budget stops it.
     """
 
     priority: int
@@ -60,6 +72,11 @@ class Arrival:
     num_workers: int
     kv_use: float
     shed_level: int
+    budget_left: float | None = None
+
+    @property
+    def is_out_of_budget(self) -> bool:
+        return self.budget_left is not None and self.budget_left <= 0
 
     @property
     def predicted_ttft_ms(self) -> float:
@@ -67,19 +84,24 @@ class Arrival:
         return self.wait_ms + self.prefill_ms
 
     def inputs(self) -> dict[str, float]:
-        """The figures by name, as a decision's record has them."""
+        """The figures by name, as a decision's record has them; none for what is None."""
         figures = {name: float(getattr(self, name)) for name in _KINDS}
         figures["predicted_ttft_ms"] = self.predicted_ttft_ms
+        if self.budget_left is not None:
+            figures[_BUDGET_LEFT] = self.budget_left
         return figures
 
     @classmethod
     def from_inputs(cls, inputs: Mapping[str, float]) -> "Arrival":
         """What `inputs` was made from. Raises KeyError for a figure that is missing."""
         values: dict[str, Any] = {name: kind(inputs[name]) for name, kind in _KINDS.items()}
-        return cls(**values)
+        return cls(**values, budget_left=inputs.get(_BUDGET_LEFT))
 
 
-_KINDS = {f.name: float if f.type in (float, "float") else int for f in fields(Arrival)}
+_BUDGET_LEFT = "budget_left"
+_KINDS = {
+    f.name: float if f.type in (float, "float") else int for f in fields(Arrival) if f.name != _BUDGET_LEFT
+}
 
 
 def refusal(policy: OverloadPolicy, seen: Arrival) -> Refusal | None:

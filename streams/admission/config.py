@@ -1,7 +1,7 @@
 """Admission's settings."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from schemas.catalog import Catalog, CatalogError
 from schemas.config import CommonConfig, setting
@@ -34,7 +34,7 @@ class AdmissionConfig(CommonConfig):
     no_worker_wait_ms: int = setting(10_000, doc="How long a request waits for a worker of its model (ms).")
     prefix_affinity: bool = setting(True, doc="Whether requests go where their beginning is cached.")
     max_affinity: float = setting(
-        DEFAULT_MAX_AFFINITY, doc="How much load a cached beginning may outweigh (0.5: half a batch)."
+        DEFAULT_MAX_AFFINITY, doc="How much load a cached beginning may outweigh (1: a whole batch)."
     )
     fallback_wait_ms: int = setting(
         DEFAULT_WAIT_MS, doc="A longer expected wait sends a request to one of its fallback models (ms)."
@@ -65,8 +65,13 @@ class AdmissionConfig(CommonConfig):
     restate_wait_ms: int = setting(
         500, doc="Milliseconds that owners have to say what they run on a partition taken over."
     )
-    session_timeout_ms: int = setting(6_000, doc="The consumer group's session timeout (ms).")
-    ack_deadline_s: float = setting(60.0, doc="A send that is not acked for so long ends the process (s).")
+    session_timeout_ms: int = setting(
+        6_000,
+        doc="The consumer group's session timeout (ms): a dead process that no other puts out is out then.",
+    )
+    ack_deadline_s: float = setting(
+        60.0, doc="A send not acked for so long, while the broker takes heartbeats, ends the process (s)."
+    )
     stop_timeout_s: float = setting(10.0, doc="For finishing what is decided, at a stop (s).")
 
     def errors(self) -> list[str]:
@@ -134,13 +139,20 @@ class AdmissionConfig(CommonConfig):
     def routing(self) -> RoutingPolicy:
         return RoutingPolicy(self.prefix_affinity, self.max_affinity)
 
-    def admission(self, fallback_models: Mapping[str, Sequence[str]] | None = None) -> Admission:
-        """The decisions with these settings: what the service runs, and the simulator."""
+    def admission(
+        self,
+        fallback_models: Mapping[str, Sequence[str]] | None = None,
+        overload: OverloadPolicy | None = None,
+        routing: RoutingPolicy | None = None,
+    ) -> Admission:
+        """The decisions with these settings: what the service runs, and the simulator. `overload` and
+        `routing` are in the place of those that the settings make."""
+        policy = self.policy()
         return Admission(
-            self.policy(),
+            policy if overload is None else replace(policy, overload=overload),
             DecisionLog(self.decision_log),
             self.predictor(),
-            self.routing(),
+            routing or self.routing(),
             self.slot,
             FallbackPolicy(fallback_models or {}, self.fallback_wait_ms),
         )

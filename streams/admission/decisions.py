@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from schemas.records import Decision, InferenceRequest
 from streams.admission.arrival import Arrival
 from streams.admission.fair_queue import QueuedRequest
+from streams.admission.in_flight import InFlight
 from streams.admission.refusal import Refusal
 from streams.admission.router import Router
 from streams.admission.shedding import LevelChange, ShedLevel
-from streams.admission.worker import InFlight, Worker
+from streams.admission.worker import Worker
 
 # Of more workers the least loaded tell enough of what else there was.
 MAX_CANDIDATES = 4
@@ -41,7 +42,8 @@ class DecisionLog:
             figures[name + "load"] = worker.load
             figures[name + "cached_tokens"] = float(cached)
             figures[name + "slowness"] = worker.prefill_slowness
-            if (ms := worker.prefill_ms(len(item.request.prompt_token_ids) - cached)) is not None:
+            num_tokens = len(item.request.prompt_token_ids) - cached
+            if (ms := worker.prefill_ms(item.request.priority, num_tokens)) is not None:
                 figures[name + "prefill_ms"] = ms
         return figures
 
@@ -61,6 +63,7 @@ class DecisionLog:
         inputs = {
             **_arrived(item),
             **candidates,
+            **item.prefix.seen(),
             "queued_ms": float(queued_ms),
             "tokens": float(item.tokens),
             "granted_max_tokens": float(item.request.sampling.max_tokens),
@@ -72,8 +75,13 @@ class DecisionLog:
             "worker_max_num_seqs": float(status.max_num_seqs),
             "worker_queued_prefill_tokens": float(status.queued_prefill_tokens + worker.in_flight_prefill),
             "worker_prefill_tokens_per_s": status.prefill_tokens_per_s,
+            "worker_decode_tokens_per_s": status.decode_tokens_per_s,
             "worker_step_time_ms": status.step_time_ms,
         }
+        taken = worker.num_seqs > status.max_num_seqs or worker.free_blocks < 0
+        if taken and (lower := worker.lower(item.request.priority)) is not None:
+            inputs["worker_lower_class_seqs"] = float(lower.num_seqs)
+            inputs["worker_lower_class_blocks"] = float(lower.blocks)
         if prefill_ms is not None:
             inputs["worker_prefill_ms"] = prefill_ms
         reason = "room" if item.request.attempt == 1 else "retry"

@@ -11,17 +11,19 @@ from typing import Any, Protocol
 from schemas import topics
 from schemas.codec import encode
 from schemas.headers import Headers, reply_headers
+from schemas.record_size import is_too_large
 from schemas.records import Rejected, Shedding
 from streams.admission.actions import Action, Announce, Assign, DeadLetter, NoteKey, Reply, reply_to
 from streams.admission.admission import Admission
 from streams.admission.metrics import Metrics
 from streams.admission.shedding import LevelChange
 from streams.admission.splice import encode_dispatch
+from streams.admission.waiting import wait_until
 
 log = logging.getLogger(__name__)
 
-# `send` blocks while the broker is away and its buffer is full; what waits longer is given up.
-SEND_TIMEOUT_S = 20.0
+# `send` blocks while the broker is away and its buffer is full. Then it is asked again, in the same order.
+SEND_TIMEOUT_S = 5.0
 
 
 class Producer(Protocol):
@@ -59,7 +61,7 @@ class Dispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
         self._sending = False
-        self._unacked: dict[asyncio.Future[Any], float] = {}
+        self._unacked: dict[asyncio.Future[Any], int] = {}
 
     def put(self, actions: Iterable[Action]) -> None:
         self._actions.extend(actions)
@@ -82,9 +84,10 @@ class Dispatcher:
         await self._idle.wait()
 
     def oldest_unacked_s(self) -> float:
-        """Age of the oldest send that the broker has not acked."""
+        """Age of the oldest send that the broker has not acked, on the log's clock: while the broker is away
+        nothing ages."""
         first = next(iter(self._unacked.values()), None)
-        return 0.0 if first is None else time.monotonic() - first
+        return 0.0 if first is None else (self._admission.fleet.clock.now_ms - first) / 1000
 
     async def _carry_out(self, action: Action) -> None:
         match action:
@@ -102,17 +105,20 @@ class Dispatcher:
     async def _assign(self, assign: Assign) -> None:
         dispatch = assign.dispatch
         mailbox = topics.partition(dispatch.slot, dispatch.request.priority)
+        until = wait_until(self._admission.policy, dispatch.request)
         to = reply_to(dispatch.request)
         began = time.perf_counter()
         try:
             if assign.keyed is not None:
                 # 1. Whoever holds the partition next knows that this request runs for its key.
-                noted = await self._send(topics.IDEMPOTENCY, encode(assign.keyed), assign.partition, [])
+                key = encode(assign.keyed)
+                noted = await self._send(topics.IDEMPOTENCY, key, assign.partition, [], until=until)
                 noted.add_done_callback(partial(self._noted, assign))
                 return
             # 2. The Dispatch.
             value = encode_dispatch(dispatch, assign.record)
-            future = await self._send(topics.PREFILL, value, mailbox, reply_headers(to, assign.traceparent))
+            headers = reply_headers(to, assign.traceparent)
+            future = await self._send(topics.PREFILL, value, mailbox, headers, until=until)
         except Exception as error:
             self._failed(assign, error)
             return
@@ -165,11 +171,26 @@ class Dispatcher:
         future.add_done_callback(self._announced)
 
     async def _send(
-        self, topic: str, value: bytes, partition: int, headers: Headers, key: bytes | None = None
+        self,
+        topic: str,
+        value: bytes | None,
+        partition: int,
+        headers: Headers,
+        key: bytes | None = None,
+        until: int | None = None,
     ) -> "asyncio.Future[Any]":
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            future = await self._producer.send(topic, value, key, partition, headers=headers)
-        self._unacked[future] = time.monotonic()
+        """Returns when the producer has taken it. Raises TimeoutError when it did not by `until` (ms of the
+        epoch)."""
+        while True:
+            try:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    future = await self._producer.send(topic, value, key, partition, headers=headers)
+                break
+            except TimeoutError:
+                if until is not None and self._clock() >= until:
+                    raise
+                log.warning("Kafka does not take records of %s", topic)
+        self._unacked[future] = self._admission.fleet.clock.now_ms
         future.add_done_callback(self._forget)
         return future
 
@@ -208,7 +229,8 @@ class Dispatcher:
             error,
             extra={"request_id": assign.dispatch.request.request_id, "worker_slot": assign.dispatch.slot},
         )
-        self.put(self._admission.on_dispatch_failed(assign, reason, self._clock()))
+        too_large = is_too_large(error)
+        self.put(self._admission.on_dispatch_failed(assign, reason, self._clock(), too_large=too_large))
 
     def _replied(self, reply: Reply, future: "asyncio.Future[Any]") -> None:
         if not future.cancelled() and (error := future.exception()) is not None:

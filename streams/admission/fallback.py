@@ -8,7 +8,7 @@ another. What has produced tokens stays with the model that did: a retry never f
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from schemas.records import InferenceRequest
+from schemas.records import InferenceRequest, Model
 from streams.admission.backlog import Backlog
 from streams.admission.decisions import DecisionLog
 from streams.admission.overload import Overload
@@ -30,7 +30,8 @@ class FallbackPolicy:
 
 @dataclass(slots=True)
 class Fallback:
-    """`num_requests` counts those that went to another model than they named."""
+    """`num_requests` counts those that went to another model than they named. What `put` tells of a model
+    comes before the policy."""
 
     policy: FallbackPolicy
     decisions: DecisionLog
@@ -40,10 +41,18 @@ class Fallback:
     overload: Overload
     predictor: OutputPredictor
     num_requests: int = 0
+    _told: dict[str, Sequence[str]] = field(default_factory=dict)
+
+    def put(self, name: str, model: Model | None) -> None:
+        """Takes the newest record of control.models; with None what the policy says counts again."""
+        if model is None:
+            self._told.pop(name, None)
+        else:
+            self._told[name] = model.fallback_models
 
     def redirect(self, request: InferenceRequest, now: int) -> InferenceRequest:
         """The request, or one like it for a fallback model that serves it now."""
-        models = self.policy.models.get(request.model)
+        models = self._told.get(request.model, self.policy.models.get(request.model, ()))
         if not models or request.attempt > 1 or not request.allow_fallback:
             return request
         if self.tenants.refusal(request) is not None:

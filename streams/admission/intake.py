@@ -6,9 +6,11 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any
 
 from schemas.codec import CodecError
-from schemas.headers import REASON, Headers, reply_to, traceparent
+from schemas.dead_letters import dead_letter
+from schemas.headers import Headers, reply_to, traceparent
 from schemas.records import Cancellation, InferenceRequest, Restate
-from streams.admission.actions import Action, DeadLetter, reject
+from schemas.stream_state import LATE_ADMITTED_MS
+from streams.admission.actions import Action, DeadLetter, place_of, reject
 from streams.admission.admission import Admission
 from streams.admission.metrics import Metrics
 from streams.admission.refusal import Refusal
@@ -65,8 +67,10 @@ class Intake:
         began = time.perf_counter()
         if not self._admission.takeover.accept(partition, offset):
             self._metrics.read_skipped.inc()
+            if self._admission.takeover.skips(partition, offset):
+                return await self._skip(partition, offset, value or b"", raw_headers)
             return []
-        headers = [(name, content or b"") for name, content in raw_headers or ()]
+        headers = _pairs(raw_headers)
         try:
             record = await decode_or_catch_up(value or b"", self._catch_up_schemas)
             if isinstance(record, InferenceRequest) and record.tenant not in self._admission.tenants:
@@ -78,6 +82,31 @@ class Intake:
             actions = self._give_up(partition, offset, key, value or b"", headers, error)
         self._metrics.decision_seconds.observe(time.perf_counter() - began)
         return actions
+
+    async def _skip(
+        self,
+        partition: int,
+        offset: int,
+        value: bytes,
+        raw_headers: Iterable[tuple[str, bytes | None]] | None,
+    ) -> list[Action]:
+        """What was for an earlier holder to serve, which maybe did not.
+
+        Of a request that may have no answer it is said where it lies: its owner sends it again, or who comes
+        after its owner finds and ends it. Where there was an answer, that does not count.
+        """
+        try:
+            record = await decode_or_catch_up(value, self._catch_up_schemas)
+        except Exception:
+            return []  # who was to serve it has refused it, or its owner sends it again
+        if isinstance(record, Cancellation) and record.key is not None:
+            # The key may be free by nothing but this.
+            return self._decide(record, value, partition, offset, _pairs(raw_headers))
+        if not isinstance(record, InferenceRequest) or record.attempt > 1:
+            return []  # of a later attempt its reply partition tells
+        if self._clock() - record.accepted_at >= LATE_ADMITTED_MS:
+            return []
+        return [place_of(record, partition, offset, traceparent(_pairs(raw_headers)))]
 
     def _decide(self, record: Any, raw: bytes, partition: int, offset: int, headers: Headers) -> list[Action]:
         match record:
@@ -93,6 +122,9 @@ class Intake:
         trace = traceparent(headers)
         if self._must_wait(record, partition):
             self._parked.setdefault(partition, []).append((record, raw, offset, trace))
+            if isinstance(record, InferenceRequest) and record.attempt == 1:
+                # Should its owner and this process die now, this alone tells of it.
+                return [place_of(record, partition, offset, trace)]
             return []
         return self._serve(record, raw, partition, offset, trace)
 
@@ -142,10 +174,14 @@ class Intake:
             reason,
             extra={"request_id": to.request_id if to else None},
         )
-        actions: list[Action] = [DeadLetter(partition, key, value, [*headers, (REASON, reason.encode())])]
+        actions: list[Action] = [DeadLetter(partition, *dead_letter(key, value, headers, reason))]
         if to is not None:
             refusal = (
                 Refusal(400, "undecodable_record", reason) if bad else Refusal(500, "internal_error", reason)
             )
             actions.append(reject(to, refusal))
         return actions
+
+
+def _pairs(headers: Iterable[tuple[str, bytes | None]] | None) -> Headers:
+    return [(name, content or b"") for name, content in headers or ()]

@@ -7,8 +7,9 @@ reservations that another process made, which the owners restate (restating.py).
 
 import heapq
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from schemas.records import ClassLimits, RateLimit, RestatedRequest, Tenant
 from schemas.topics import NUM_CLASSES
@@ -17,6 +18,16 @@ from streams.admission.refusal import Refusal
 
 # A settled request is remembered so long that a second row of it is not charged again.
 REMEMBER_SETTLED_MS = 60_000
+
+
+class OpenReservation(NamedTuple):
+    """`tokens` are held until a usage row settles them, or `end_at` (ms of the epoch) is past."""
+
+    request_id: bytes
+    tenant: str
+    priority: int
+    tokens: int
+    end_at: int
 
 
 @dataclass(slots=True)
@@ -177,6 +188,13 @@ class Limits:
         """Tokens in open reservations."""
         account = self._accounts.get((tenant, priority))
         return 0 if account is None else account.reserved
+
+    def open_reservations(self) -> Iterator[OpenReservation]:
+        """All that are open now; what is opened while they are taken is left out."""
+        for request_id in list(self._reservations):
+            known = self._reservations.get(request_id)
+            if known is not None and known.open:
+                yield OpenReservation(request_id, known.tenant, known.priority, known.tokens, known.end_at)
 
     def num_concurrent(self, tenant: str, priority: int) -> int:
         """Requests taken in and not ended."""

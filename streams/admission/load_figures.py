@@ -12,8 +12,8 @@ from streams.admission.shedding import ShedLevel
 
 
 class LoadFigures(Collector):
-    """Tokens per GPU-second are the rate of served tokens over the rate of worker seconds; with several
-    admission processes the tokens add up, and each counts all workers.
+    """Tokens per GPU-second are the rate of served tokens over the rate of GPU seconds; with several
+    admission processes the tokens add up, and each counts all GPUs.
     """
 
     def __init__(self, overload: Overload) -> None:
@@ -54,11 +54,13 @@ class LoadFigures(Collector):
             labels=["model"],
         )
         seconds = CounterMetricFamily(
-            "headrace_admission_worker_seconds", "Time of the workers that live", labels=["model"]
+            "headrace_admission_gpu_seconds",
+            "Time of the GPUs of workers that live; a worker without any counts as one",
+            labels=["model"],
         )
-        for model, (tokens, worker_ms) in self._overload.work().items():
+        for model, (tokens, gpu_ms) in self._overload.work().items():
             served.add_metric([model], tokens)
-            seconds.add_metric([model], worker_ms / 1_000)
+            seconds.add_metric([model], gpu_ms / 1_000)
         yield from (served, seconds)
 
     def describe(self) -> Iterator[Metric]:

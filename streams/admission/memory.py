@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from streams.admission.fair_queue import QueuedRequest
-from streams.admission.worker import InFlight, Worker
+from streams.admission.in_flight import InFlight
+from streams.admission.worker import Worker
 
 # Owners send again within seconds.
 REMEMBER_MS = 60_000

@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from decimal import Decimal
 
 from schemas.priority import PriorityClass
 from schemas.records import InferenceRequest, Usage
@@ -69,11 +70,13 @@ class _Queue:
     wait: _Correction = field(default_factory=lambda: _Correction(_MAX_WAIT_CORRECTION))
     demand: float = 0.0
 
-    def share(self, fair: FairQueue, tenant: str, weight: float) -> float:
-        """Of what is served, the part for a tenant while all whom it met lately wait: 1 if it is alone."""
-        share = fair.share(tenant, weight)
-        self.demand = max(self.demand, weight / share)
-        return weight / self.demand
+    def share(self, fair: FairQueue, tenant: str, weight: float, *, asks: bool) -> float:
+        """Of what is served, the part for a tenant while all whom it met lately wait: 1 if it is alone. Who
+        does not ask for it takes none from others."""
+        demand = max(self.demand, weight / fair.share(tenant, weight))
+        if asks:
+            self.demand = demand
+        return weight / demand
 
     def drain_ms(self, tokens: float) -> float:
         """How long so many tokens take to leave it; 0 where that is not known."""
@@ -89,8 +92,9 @@ class _Load:
     prefill: _Correction = field(default_factory=lambda: _Correction(_MAX_PREFILL_CORRECTION))
     kv_use: float = 0.0
     num_workers: int = 0
+    num_gpus: int = 0
     served_tokens: int = 0
-    worker_ms: int = 0
+    gpu_ms: int = 0
 
 
 class Overload:
@@ -114,8 +118,8 @@ class Overload:
         changes = []
         for model, load in self._loads.items():
             workers = self._router.workers(model)
-            load.worker_ms += load.num_workers * (0 if self._last is None else max(0, now - self._last))
-            load.num_workers = len(workers)
+            load.gpu_ms += load.num_gpus * (0 if self._last is None else max(0, now - self._last))
+            load.num_workers, load.num_gpus = len(workers), sum(w.status.num_gpus for w in workers)
             load.kv_use = self._router.kv_use(model)
             guess = sum(w.status.prefill_tokens_per_s + w.status.decode_tokens_per_s for w in workers)
             classes = self._backlog.queue(model).classes
@@ -142,11 +146,15 @@ class Overload:
         return {m: [queue.tokens_per_s for queue in load.queues] for m, load in self._loads.items()}
 
     def work(self) -> dict[str, tuple[int, int]]:
-        """By model: tokens of requests that ended, and the time that its workers had for them (ms)."""
-        return {m: (load.served_tokens, load.worker_ms) for m, load in self._loads.items()}
+        """By model: tokens of requests that ended, and the time that its GPUs had for them (ms)."""
+        return {m: (load.served_tokens, load.gpu_ms) for m, load in self._loads.items()}
 
-    def arrival(self, request: InferenceRequest, expected: int, weight: float, now: int) -> Arrival:
-        """What the policy is to see of a request that comes now. O(workers of the model)."""
+    def arrival(
+        self, request: InferenceRequest, expected: int, weight: float, now: int, left: Decimal | None = None
+    ) -> Arrival:
+        """What the policy is to see of a request that comes now. `left` of its tenant's budget. O(workers of
+        the model)."""
+        budget_left = None if left is None else float(left)
         load = self._loads.get(request.model) or _Load(Ladder(self.policy.shed))
         classes = self._backlog.queue(request.model).classes
         fair, priority = classes[request.priority], request.priority
@@ -154,13 +162,13 @@ class Overload:
         queue = load.queues[priority]
         ahead = fair.tokens_ahead(request.tenant, weight, tokens)
         workers = self._router.workers(request.model)
-        if not ahead and workers and not any(w.has_room(request, expected, None) for w in workers):
+        if not ahead and workers and not any(w.room(request, expected, None) for w in workers):
             ahead = float(tokens)  # it waits until that much room is made
         wait_ms = queue.drain_ms(ahead) * queue.wait.factor
         for i, higher in enumerate(classes[:priority]):
             ahead += higher.num_tokens
             wait_ms += load.queues[i].drain_ms(higher.num_tokens)
-        prefills = [ms for w in workers if (ms := w.prefill_ms(tokens - expected)) is not None]
+        prefills = [ms for w in workers if (ms := w.prefill_ms(priority, tokens - expected)) is not None]
         return Arrival(
             priority=priority,
             attempt=request.attempt,
@@ -176,7 +184,7 @@ class Overload:
             class_wait_ms=fair.longest_wait_ms(now),
             tenant_requests=fair.tenant_requests(request.tenant),
             tenant_tokens=fair.tenant_tokens(request.tenant),
-            share=queue.share(fair, request.tenant, weight),
+            share=queue.share(fair, request.tenant, weight, asks=budget_left is None or budget_left > 0),
             wait_correction=queue.wait.factor,
             ahead_tokens=ahead,
             drain_tokens_per_s=queue.tokens_per_s,
@@ -185,6 +193,7 @@ class Overload:
             num_workers=len(workers),
             kv_use=load.kv_use,
             shed_level=load.ladder.level,
+            budget_left=budget_left,
         )
 
     def dispatched(self, item: QueuedRequest, worker: Worker, queued_ms: int) -> float | None:
@@ -193,7 +202,7 @@ class Overload:
         if load is not None:
             load.queues[item.request.priority].drain.served(item.tokens)
             self.waited(item, queued_ms)
-        return worker.prefill_ms()
+        return worker.prefill_ms(item.request.priority)
 
     def waited(self, item: QueuedRequest, queued_ms: int) -> None:
         """It waited so long until it was dispatched, or given up."""

@@ -35,7 +35,8 @@ async def keep_time(
     clock: Callable[[], int],
     ack_deadline_s: float,
 ) -> None:
-    """Ticks. Raises AckOverdueError when a send waits for its ack longer than `ack_deadline_s`."""
+    """Ticks. Raises AckOverdueError when a send waits for its ack longer than `ack_deadline_s` while the
+    broker takes heartbeats."""
     while True:
         await asyncio.sleep(HEARTBEAT_INTERVAL_S)
         dispatcher.put(admission.tick(clock()))

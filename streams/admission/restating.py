@@ -16,6 +16,7 @@ from schemas import topics
 from schemas.fleet import FleetView
 from schemas.priority import PriorityClass
 from schemas.records import Restate, RestatedRequest, Usage
+from schemas.usage_rank import usage_rank
 from streams.admission.limits import Limits
 
 # Owners hear of the takeover with the heartbeat, as this process does, and answer within 200 ms.
@@ -111,7 +112,12 @@ class Restating:
         if not self._rebuilds:
             return []
         gateways = {(GATEWAY, member.slot, member.epoch) for member in fleet.live(GATEWAY)}
-        has_ledger = bool(fleet.live(LEDGER))
+        coordinated = {
+            shard
+            for member in fleet.live(LEDGER)
+            if member.heartbeat is not None
+            for shard in member.heartbeat.coordinator_shards
+        }
         announced = {
             (status.partition, status.takeover_offset)
             for member in fleet.live("admission")
@@ -123,9 +129,10 @@ class Restating:
             if rebuild.announced_at is None and (partition, rebuild.takeover_offset) in announced:
                 rebuild.announced_at = now
             is_read = rebuild.usage_is_read or now - rebuild.since >= USAGE_WAIT_MS
-            answered = fleet.may_judge and gateways <= rebuild.heard
-            if has_ledger and topics.priority_of(partition) is PriorityClass.BATCH:
-                shard = topics.shard_of(partition)
+            # A process that has just begun to listen would take owners that it did not hear yet for none.
+            answered = fleet.may_judge and fleet.heard_all and gateways <= rebuild.heard
+            shard = topics.shard_of(partition)
+            if topics.priority_of(partition) is PriorityClass.BATCH and shard in coordinated:
                 answered = answered and any(owner[:2] == (LEDGER, shard) for owner in rebuild.heard)
             if is_read and (answered or self._waited(rebuild, now)):
                 del self._rebuilds[partition]
@@ -143,7 +150,7 @@ class Restating:
         ended: dict[bytes, Usage] = {}
         for usage in rebuild.usages:
             known = ended.get(usage.request_id)
-            if known is None or _version(usage) > _version(known):
+            if known is None or usage_rank(usage) > usage_rank(known):
                 ended[usage.request_id] = usage
         events: list[tuple[int, int, Usage | RestatedRequest]] = []
         for told_at, request in rebuild.restated:
@@ -172,7 +179,3 @@ def settle_usage(limits: Limits, usage: Usage, used_at: int, now: int, partition
         now,
         partition=partition,
     )
-
-
-def _version(usage: Usage) -> tuple[int, bool, int]:
-    return usage.attempt, usage.sealed, usage.output_tokens

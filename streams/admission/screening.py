@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from schemas.records import Duplicate, InferenceRequest
-from streams.admission.arrival import capped, refusal
+from streams.admission.budgets import Budgets
 from streams.admission.decisions import DecisionLog
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.idempotency import IdempotencyKeys
@@ -32,6 +32,7 @@ class Screening:
     policy: WaitingPolicy
     decisions: DecisionLog
     tenants: Tenants
+    budgets: Budgets
     limits: Limits
     router: Router
     overload: Overload
@@ -48,7 +49,7 @@ class Screening:
         now: int,
     ) -> QueuedRequest | Duplicate | Refused:
         """What is to wait, its tokens reserved; or why not. `request.sampling.max_tokens` may be lowered."""
-        # 1. What is nobody's fault but the request's own.
+        # 1. What no load decides.
         match self.keys.check(request, partition):
             case Duplicate() as duplicate:
                 return duplicate
@@ -62,13 +63,13 @@ class Screening:
         )
         if unfit is not None:
             return Refused(unfit)
-        # 2. What the load allows.
+        # 2. What its tenant may spend, and what the load allows.
         expected = self.predictor.expect_rest(request)
         weight = self.tenants.weight(request.tenant)
-        seen = self.overload.arrival(request, expected, weight, now)
-        denied = refusal(self.policy.overload, seen)
+        seen = self.overload.arrival(request, expected, weight, now, self.budgets.left(request))
+        denied = self.budgets.refusal(request, now) or self.policy.overload.refusal(request, seen)
         if denied is None:
-            if (cap := capped(self.policy.overload.shed, seen)) is not None:
+            if (cap := self.policy.overload.cap(request, seen)) is not None:
                 request.sampling = replace(request.sampling, max_tokens=cap)
                 expected = min(expected, cap)
                 record = b""  # it is another request now

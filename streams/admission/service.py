@@ -5,25 +5,32 @@ import gc
 import logging
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from schemas import topics
 from schemas.codec import default_codec
-from schemas.fleet import publish_schemas
+from schemas.fleet import HEARTBEAT_INTERVAL_S, publish_schemas
 from schemas.records import Heartbeat, Tenant
+from schemas.topic_check import check_topics
 from streams.admission.config import ROLE, AdmissionConfig
 from streams.admission.dispatcher import Dispatcher
+from streams.admission.eviction import Evictions
 from streams.admission.intake import Intake
 from streams.admission.key_loader import KeyLoader
 from streams.admission.load_figures import LoadFigures
 from streams.admission.metrics import Metrics
+from streams.admission.open_reservations import open_reservations_route
 from streams.admission.pulse import keep_time, log_decisions, send_decisions
 from streams.admission.usage_follower import UsageFollower
+from streams.consumer import find_leaders
+from streams.consumer_group import ConsumerGroup
 from streams.control import ControlFollower
+from streams.faust_app import member_client_id
 from streams.heartbeats import beat, follow_heartbeats
 from streams.http import bind, health_app
 from streams.membership import Membership
@@ -35,6 +42,7 @@ START_TIMEOUT_S = 30.0
 # Full collections are for cycles that libraries leave: a few an hour.
 _GC_THRESHOLDS = (10_000, 10, 50)
 _LOOK_S = 0.02
+_EVICT_TIMEOUT_S = 2.0
 
 
 def _now() -> int:
@@ -56,6 +64,7 @@ class Kafka:
     heartbeats: Any
     usage: Any
     keys: Any
+    group: ConsumerGroup
     partition: Callable[[str, int], Any]
     faust_app: Callable[[Path, Callable[[Any], Awaitable[None]], Callable[[set[int]], Awaitable[None]]], Any]
 
@@ -68,6 +77,7 @@ class Kafka:
             self.heartbeats,
             self.usage,
             self.keys,
+            self.group,
         ]
 
 
@@ -95,7 +105,14 @@ class AdmissionService:
         self.membership = Membership(
             ROLE, config.slot, self.admission.fleet, self._on_peer, self._on_fleet_change
         )
-        self.control = ControlFollower(kafka.control, kafka.partition, self.membership, self._on_tenant)
+        self.control = ControlFollower(
+            kafka.control,
+            kafka.partition,
+            self.membership,
+            self._on_tenant,
+            self.admission.fallback.put,
+            on_spend=self.admission.budgets.put,
+        )
         self.usage = UsageFollower(kafka.usage, kafka.partition, self.admission, self.dispatcher.put, _now)
         self.keys = KeyLoader(kafka.keys, kafka.partition, self.admission, self._on_keys_loaded, _now)
         self.intake = Intake(
@@ -129,13 +146,15 @@ class AdmissionService:
         # 1. HTTP first: whoever waits for us can ask why.
         sock = bind(config.http_host, config.http_port)
         address = f"http://{config.http_host}:{sock.getsockname()[1]}"
-        parts.serve("http", sock, health_app(self.not_ready, self.metrics.registry))
+        told = open_reservations_route(self.admission.limits)
+        parts.serve("http", sock, health_app(self.not_ready, self.metrics.registry, [told]))
         # 2. The broker. What is told by others is read up to now before anyone hears of us.
         async with asyncio.timeout(START_TIMEOUT_S):
             for client in kafka.clients():
                 await parts.open(client.start, client.stop)
+            await check_topics(kafka.control, topics.NEEDED[ROLE])
             await publish_schemas(kafka.producer, default_codec().schemas())
-            await self.control.read_to_end()
+            await asyncio.gather(self.control.read_to_end(), *self._find_leaders())
             self._control_read = True
             # 3. This process's life has a name.
             await self.membership.join(kafka.producer, address)
@@ -152,6 +171,7 @@ class AdmissionService:
         parts.spawn("pulse", beat(kafka.heartbeat_producer, self._heartbeat))
         parts.spawn("clock", self._keep_time())
         parts.spawn("takeovers", self._open_partitions())
+        parts.spawn("evictions", self._put_out_the_dead())
         if config.decision_log:
             decisions = log_decisions(kafka.decision_producer, self.admission, config.shards)
             parts.spawn("decisions", decisions)
@@ -163,6 +183,16 @@ class AdmissionService:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
+        gc.enable()
+
+    def _find_leaders(self) -> list[Coroutine[Any, Any, None]]:
+        """For what is asked between the group's assignment and the first decision."""
+        kafka, at = self.kafka, self.kafka.partition
+        return [
+            find_leaders(kafka.heartbeats, at(topics.HEARTBEATS, 0)),
+            find_leaders(kafka.usage, at(topics.USAGE, 0)),
+            find_leaders(kafka.keys, at(topics.REQUESTS, 0), at(topics.IDEMPOTENCY, 0)),
+        ]
 
     def _on_stopping(self) -> None:
         self._stopping = True
@@ -222,6 +252,20 @@ class AdmissionService:
                     self.dispatcher.put(self.intake.look_again(each.partition))
                 if opened:
                     log.info("partitions opened", extra={"opened": [asdict(each) for each in opened]})
+
+    async def _put_out_the_dead(self) -> None:
+        """So that others get their partitions before their session ends."""
+        evictions = Evictions(self.config.slot, self.admission.fleet)
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            for slot, epoch in evictions.due():
+                try:
+                    async with asyncio.timeout(_EVICT_TIMEOUT_S):
+                        is_over = partial(evictions.is_over, slot, epoch)
+                        if await self.kafka.group.put_out(member_client_id(ROLE, slot), is_over):
+                            evictions.done(slot, epoch)
+                except Exception as error:
+                    log.warning("admission %d is gone, but may still be in the group: %r", slot, error)
 
     async def _send_last_decisions(self) -> None:
         with suppress(TimeoutError):

@@ -5,6 +5,9 @@ out, and falls one step at a time once both are well below where it rose: a leve
 every burst would refuse some of what there is room for, and tell clients nothing that they could act on.
 Blocks that are all in use while nobody waits are a fleet well used, perhaps by batch: they hold back batch
 and nothing else. Whatever their use, they refuse nobody.
+
+The last level is there whoever waits: with no traffic of class free it finds nobody to refuse, and is told
+all the same, for it says how long others wait.
 """
 
 from dataclasses import dataclass

@@ -51,6 +51,11 @@ class Takeover:
         held.read_offset = offset + 1
         return True
 
+    def skips(self, partition: int, offset: int) -> bool:
+        """Whether the record was for an earlier holder to serve, which maybe did not."""
+        held = self._held.get(partition)
+        return held is not None and not held.superseded and offset < held.takeover_offset
+
     def partitions(self) -> list[int]:
         return sorted(p for p, held in self._held.items() if not held.superseded)
 

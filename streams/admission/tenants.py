@@ -1,7 +1,8 @@
 """The tenants in force: the fold of control.tenants."""
 
+from schemas.budgets import check_budget
 from schemas.priority import PriorityClass
-from schemas.records import InferenceRequest, Tenant
+from schemas.records import Budget, InferenceRequest, Tenant
 from schemas.tenants import MAX_TOKENS_TOO_LARGE, MODEL_NOT_ALLOWED, allows_model, most_tokens
 from streams.admission.limits import Limits
 from streams.admission.refusal import Refusal
@@ -26,13 +27,15 @@ class Tenants:
     def put(self, name: str, tenant: Tenant | None, now: int) -> None:
         """A record of the topic; None is a deletion.
 
-        Raises ValueError for a tier that is no class; the tenant stays as it was.
+        Raises ValueError for a tier that is no class and a budget that is none; the tenant stays as it was.
         """
         if tenant is None:
             self._tenants.pop(name, None)
             self._limits.remove_tenant(name)
         else:
             PriorityClass(tenant.tier)
+            if tenant.budget is not None:
+                check_budget(tenant.budget)
             self._tenants[tenant.name] = tenant
             self._limits.set_tenant(tenant, now)
 
@@ -62,6 +65,11 @@ class Tenants:
     def weight(self, name: str) -> float:
         tenant = self._tenants.get(name)
         return 1.0 if tenant is None else max(MIN_WEIGHT, tenant.weight)
+
+    def budget(self, name: str) -> Budget | None:
+        """What the tenant may spend in a month; None is what it will."""
+        tenant = self._tenants.get(name)
+        return None if tenant is None else tenant.budget
 
     def max_enqueued_tokens(self, name: str, priority: int) -> int | None:
         """The tenant's allowance of waiting tokens in a class; None is unlimited."""

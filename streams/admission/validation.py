@@ -20,13 +20,23 @@ def invalid_field(request: InferenceRequest, partition: int) -> str | None:
         return "prompt_token_ids: empty"
     if request.sampling.max_tokens < 1:
         return f"sampling.max_tokens: {request.sampling.max_tokens} is below 1"
-    if len(request.output_token_ids) >= request.sampling.max_tokens:
-        return "output_token_ids: max_tokens are there already"
+    # A worker that dies between its last tokens and the end leaves a complete output: the next one ends it.
+    if len(request.output_token_ids) > request.sampling.max_tokens:
+        return "output_token_ids: more than max_tokens are there already"
     if request.start_ms is not None and request.start_ms < 1:
         return f"start_ms: {request.start_ms} is below 1"
     if request.end_ms < 1:
         return f"end_ms: {request.end_ms} is below 1"
     return None
+
+
+def oversized(request: InferenceRequest) -> Refusal:
+    """Its Dispatch is larger than the records that the workers' topic was made to take."""
+    prompt, output = len(request.prompt_token_ids), len(request.output_token_ids)
+    message = (
+        f"prompt: {prompt} tokens, and {output} of output so far, are more than a record of the log takes"
+    )
+    return Refusal(413, "request_too_large", message)
 
 
 def too_long(request: InferenceRequest, workers: Sequence[Worker]) -> Refusal | None:

@@ -7,11 +7,14 @@ the last heartbeat is taken off.
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 
 from schemas.fleet import CanaryStatus
 from schemas.priority import PriorityClass
 from schemas.records import Heartbeat, InferenceRequest, WorkerStatus
 from streams.admission.affinity import PromptPrefix, SentPrefixes, cached_tokens
+from streams.admission.in_flight import InFlight
+from streams.admission.room import Lower, Room
 from streams.admission.shares import Share
 
 # Queued prompt tokens that weigh as much as a full KV pool or a full batch: a few steps of prefill.
@@ -27,29 +30,27 @@ PREFILL_AHEAD_S = 0.15
 _UNFIT = frozenset({CanaryStatus.FAILED, CanaryStatus.ENGINE_STALLED})
 
 
-@dataclass(slots=True, eq=False)
-class InFlight:
-    """A dispatch that the worker's heartbeat does not count yet. `offset` is None until the ack.
-
-    `cached_tokens` of its prompt are expected to be found there; `prefill_tokens` are the others.
-    """
-
-    priority: int
-    blocks: int
-    prefill_tokens: int
-    cached_tokens: int = 0
-    offset: int | None = None
-
-
 def _empty_mailboxes() -> tuple[deque[InFlight], ...]:
     return tuple(deque() for _ in PriorityClass)
+
+
+def _no_counts() -> list[int]:
+    return [0] * len(PriorityClass)
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
     """`suspects` are requests there that runs were lost under before. `heard_at`: broker time of `heartbeat`
     (ms). `prefill_slowness`, `step_slowness`: 1 for the fastest of the model's workers, 2 at half its speed.
-    `unseen_seqs`: dispatches of other processes that the heartbeat does not count."""
+    `unseen_seqs`: dispatches of other processes that the heartbeat does not count. By class is what has ended
+    since it.
+
+    Every request looks at every worker, so what follows from all this is summed up when it changes.
+    `num_seqs` run, wait or are on their way there; `free_blocks` of KV neither they nor prompts that wait
+    have claim to; a sequence of more than `free_tokens` takes from lower classes what it lacks. `load` is KV
+    in use, batch in use, prompt tokens ahead, each against what is much; lower is better. `max_tokens` is the
+    longest sequence it can ever hold, prompt and output.
+    """
 
     slot: int
     epoch: int
@@ -61,55 +62,35 @@ class Worker:
     in_flight_seqs: int = 0
     in_flight_blocks: int = 0
     unseen_seqs: int = 0
-    ended_seqs: int = 0
-    ended_blocks: int = 0
+    ended_seqs: list[int] = field(default_factory=_no_counts)
+    ended_blocks: list[int] = field(default_factory=_no_counts)
     prefill_slowness: float = 1.0
     step_slowness: float = 1.0
     suspects: set[bytes] = field(default_factory=set)
     sent: SentPrefixes = field(default_factory=SentPrefixes)
-    _next_offsets: list[int] = field(default_factory=lambda: [0] * len(PriorityClass))
-    _in_flight_prefill: list[int] = field(default_factory=lambda: [0] * len(PriorityClass))
-    _num_acked: list[int] = field(default_factory=lambda: [0] * len(PriorityClass))
+    num_seqs: int = field(default=0, init=False)
+    free_blocks: int = field(default=0, init=False)
+    free_tokens: float = field(default=0, init=False)
+    load: float = field(default=0.0, init=False)
+    max_tokens: int = field(default=0, init=False)
+    _next_offsets: list[int] = field(default_factory=_no_counts)
+    _in_flight_prefill: list[int] = field(default_factory=_no_counts)
+    _in_flight_blocks: list[int] = field(default_factory=_no_counts)
+    _num_acked: list[int] = field(default_factory=_no_counts)
+    _unseen: list[int] = field(default_factory=_no_counts)
+    _lower: dict[int, Lower | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._sum_up()
 
     @property
     def takes_requests(self) -> bool:
         return not (self.draining or self.status.draining or self.status.canary in _UNFIT)
 
     @property
-    def num_seqs(self) -> int:
-        """Sequences that run, wait or are on their way there."""
-        return max(0, self._told_seqs + self.in_flight_seqs + self.unseen_seqs)
-
-    @property
-    def free_blocks(self) -> int:
-        """KV blocks that neither a sequence, nor a prompt that waits there, nor a dispatch has claim to."""
-        taken = self.in_flight_blocks
-        if self.unseen_seqs and self.in_flight_seqs:
-            # Those of others are taken to be like ours.
-            taken += taken * self.unseen_seqs // self.in_flight_seqs
-        return min(self.status.num_blocks, self._told_free_blocks - taken)
-
-    @property
     def in_flight_prefill(self) -> int:
         """Prompt tokens to be computed of what is on its way."""
         return sum(self._in_flight_prefill)
-
-    @property
-    def load(self) -> float:
-        """KV in use, batch in use, prompt tokens ahead, each against what is much; lower is better."""
-        status = self.status
-        prefill = status.queued_prefill_tokens + self.in_flight_prefill
-        return (
-            1.0
-            - self.free_blocks / max(1, status.num_blocks)
-            + self.num_seqs / max(1, status.max_num_seqs) * self.step_slowness
-            + prefill / PREFILL_SCALE * self.prefill_slowness
-        )
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest sequence it can ever hold, prompt and output."""
-        return min(self.status.max_model_len, self.status.num_blocks * self.status.block_size + 1)
 
     def fits(self, request: InferenceRequest) -> bool:
         """Whether it could run there with nothing else; output is cut at the context's end."""
@@ -117,23 +98,39 @@ class Worker:
         longest = min(prompt + request.sampling.max_tokens, status.max_model_len)
         return prompt < status.max_model_len and longest <= self.max_tokens
 
-    def has_room(self, request: InferenceRequest, expected_output_tokens: int, share: Share | None) -> bool:
-        """Whether it could run there now, within this process's share of the room (None: all of it)."""
-        blocks, free = self.blocks_for(request, expected_output_tokens), self.free_blocks
-        if self.num_seqs >= self.status.max_num_seqs or blocks > free:
-            return False
-        if request.priority == PriorityClass.BATCH and not self.spares(blocks):
-            return False
+    def room(self, request: InferenceRequest, expected_output_tokens: int, share: Share | None) -> Room:
+        """Whether it could run there now, within this process's share of the room (None: all of it).
+
+        What lower classes have is room, too: the worker's scheduler has them give way, the last one first,
+        and they go on there, at the head of their class.
+        """
+        priority, blocks = request.priority, self.blocks_for(request, expected_output_tokens)
+        max_num_seqs = self.status.max_num_seqs
+        told_seqs, told_free = self._told_seqs, self._told_free_blocks
+        flying_seqs, flying_blocks = self.in_flight_seqs, self.in_flight_blocks
+        room = Room.FREE
+        if num_tokens(request, expected_output_tokens) > self.free_tokens:
+            lower = self.lower(priority)
+            if lower is None or self.num_seqs - lower.num_seqs >= max_num_seqs:
+                return Room.NONE
+            if blocks > self.free_blocks + lower.blocks:
+                return Room.NONE
+            room = Room.TAKEN
+            told_seqs -= lower.told_seqs
+            told_free += lower.told_blocks
+            flying_seqs -= lower.flying_seqs
+            flying_blocks -= lower.flying_blocks
+        if priority == PriorityClass.BATCH and not self.spares(blocks):
+            return Room.NONE
         if self.is_behind(request):
-            return False
+            return Room.NONE
         if share is None:
-            return True
-        seats = share.of(self.status.max_num_seqs - self._told_seqs, self.slot, self.heard_at)
-        if self.in_flight_seqs >= seats:
-            return False
+            return room
+        if flying_seqs >= share.of(max_num_seqs - told_seqs, self.slot, self.heard_at):
+            return Room.NONE
         # One may be larger than the share: else it would wait until nobody else does.
-        mine = share.of(self._told_free_blocks, self.slot, self.heard_at)
-        return not self.in_flight_blocks or self.in_flight_blocks + blocks <= mine
+        mine = share.of(told_free, self.slot, self.heard_at)
+        return Room.NONE if flying_blocks and flying_blocks + blocks > mine else room
 
     def spares(self, blocks: int) -> bool:
         """Whether batch work of `blocks` leaves room for interactive prompts, of which none waits there."""
@@ -153,33 +150,31 @@ class Worker:
         that time counts: it must go at some time.
         """
         status, up_to = self.status, request.priority + 1
-        num_ahead, num_waiting = sum(status.num_waiting[:up_to]), sum(status.num_waiting)
-        if not num_ahead and not any(self.in_flight[:up_to]):
+        if not any(status.num_waiting[:up_to]) and not any(self.in_flight[:up_to]):
             return False
         most = max(PREFILL_SCALE, PREFILL_AHEAD_S * status.prefill_tokens_per_s)
-        # Each running sequence counts one token among the queued ones: its next.
-        queued = status.queued_prefill_tokens - status.num_running
-        ahead = sum(self._in_flight_prefill[:up_to]) + (
-            queued * num_ahead / num_waiting if num_waiting else queued
-        )
+        ahead = self._prefill_ahead(request.priority)
+        # Each running sequence counts one token among them: its next.
+        ahead -= sum(load.num_running for load in status.by_class[:up_to])
         own = len(request.prompt_token_ids) + len(request.output_token_ids)
         return ahead + min(own, most / 2) > most
 
     def blocks_for(self, request: InferenceRequest, expected_output_tokens: int) -> int:
         """Blocks that it is expected to fill; never more than the worker has, so an idle one takes any."""
-        tokens = len(request.prompt_token_ids) + len(request.output_token_ids) + expected_output_tokens
+        tokens = num_tokens(request, expected_output_tokens)
         return min(-(-tokens // self.status.block_size), self.status.num_blocks)
 
     def cached_tokens(self, prefix: PromptPrefix) -> int:
         """How many of the prompt's tokens it is expected to have cached by the time they are needed."""
         return cached_tokens(self.status.prefix_sketch, self.sent, prefix)
 
-    def prefill_ms(self, tokens: int = 0) -> float | None:
-        """Until the prompts that it counts and `tokens` more are computed, at its rate. None: not known."""
+    def prefill_ms(self, priority: int, tokens: int = 0) -> float | None:
+        """Until the prompts that it counts, of this class and higher ones, and `tokens` more are computed, at
+        its rate. None: not known."""
         status = self.status
         if status.prefill_tokens_per_s <= 0:
             return None
-        tokens += status.queued_prefill_tokens + self.in_flight_prefill
+        tokens += self._prefill_ahead(priority)
         return tokens * 1_000 / status.prefill_tokens_per_s + status.step_time_ms
 
     def update(self, heartbeat: Heartbeat, status: WorkerStatus, heard_at: int) -> None:
@@ -187,7 +182,7 @@ class Worker:
         if status.prefix_sketch is not self.status.prefix_sketch:
             self.sent.told()
         self.heartbeat, self.status, self.heard_at = heartbeat, status, heard_at
-        self.ended_seqs = self.ended_blocks = 0
+        self.ended_seqs, self.ended_blocks = _no_counts(), _no_counts()
         for priority, dispatched in enumerate(self.in_flight):
             while (
                 dispatched
@@ -196,6 +191,12 @@ class Worker:
             ):
                 self._uncount(dispatched.popleft())
         self._count_unseen()
+
+    def compared(self, prefill_slowness: float, step_slowness: float) -> None:
+        """Takes how slow it is beside the fastest of its model."""
+        if (prefill_slowness, step_slowness) != (self.prefill_slowness, self.step_slowness):
+            self.prefill_slowness, self.step_slowness = prefill_slowness, step_slowness
+            self._sum_up()
 
     def counts(self, priority: int, offset: int) -> bool:
         """Whether the last heartbeat's figures hold the dispatch at `offset`."""
@@ -206,6 +207,14 @@ class Worker:
         self.in_flight_seqs += 1
         self.in_flight_blocks += entry.blocks
         self._in_flight_prefill[entry.priority] += entry.prefill_tokens
+        self._in_flight_blocks[entry.priority] += entry.blocks
+        self._sum_up()
+
+    def ended(self, priority: int, tokens: int) -> None:
+        """A sequence of `tokens` that the heartbeat counts, or will, is gone."""
+        self.ended_seqs[priority] += 1
+        self.ended_blocks[priority] += -(-tokens // self.status.block_size)
+        self._sum_up()
 
     def acked(self, entry: InFlight, offset: int) -> None:
         """The dispatch lies at `offset` of its mailbox partition."""
@@ -223,29 +232,87 @@ class Worker:
         if entry in self.in_flight[entry.priority]:
             self.in_flight[entry.priority].remove(entry)
             self._uncount(entry)
+            self._sum_up()
 
     @property
     def _told_seqs(self) -> int:
         status = self.status
-        return status.num_running + sum(status.num_waiting) - self.ended_seqs
+        return status.num_running + sum(status.num_waiting) - sum(self.ended_seqs)
 
     @property
     def _told_free_blocks(self) -> int:
         status = self.status
-        return status.free_blocks - -(-status.queued_prefill_tokens // status.block_size) + self.ended_blocks
+        claimed = -(-status.queued_prefill_tokens // status.block_size)
+        return status.free_blocks - claimed + sum(self.ended_blocks)
+
+    def _prefill_ahead(self, priority: int) -> int:
+        """Prompt tokens that are computed before those of a request of the class that comes now."""
+        told = sum(load.prefill_tokens for load in self.status.by_class[: priority + 1])
+        return told + sum(self._in_flight_prefill[: priority + 1])
+
+    def lower(self, priority: int) -> Lower | None:
+        """What lower classes have there. None: nothing, or the heartbeat does not say."""
+        if priority not in self._lower:
+            self._lower[priority] = self._count_lower(priority)
+        return self._lower[priority]
+
+    def _count_lower(self, priority: int) -> Lower | None:
+        status, from_class = self.status, priority + 1
+        told = status.by_class[from_class:]
+        running = sum(load.num_running for load in told)
+        told_seqs = running + sum(status.num_waiting[from_class:]) - sum(self.ended_seqs[from_class:])
+        flying = sum(map(len, self.in_flight[from_class:]))
+        if not told or not told_seqs + flying:
+            return None
+        held = sum(load.num_blocks for load in told) - sum(self.ended_blocks[from_class:])
+        claimed = sum(load.prefill_tokens for load in told) // status.block_size
+        return Lower(
+            told_seqs,
+            max(0, held) + claimed,
+            flying,
+            sum(self._in_flight_blocks[from_class:]),
+            sum(self._unseen[from_class:]),
+        )
 
     def _uncount(self, entry: InFlight) -> None:
         self.in_flight_seqs -= 1
         self.in_flight_blocks -= entry.blocks
         self._in_flight_prefill[entry.priority] -= entry.prefill_tokens
+        self._in_flight_blocks[entry.priority] -= entry.blocks
         if entry.offset is not None:
             self._num_acked[entry.priority] -= 1
 
     def _count_unseen(self) -> None:
         # What lies between the heartbeat's offset and our newest ack, less what of it is ours.
-        self.unseen_seqs = 0
-        for read, end, ours in zip(
-            self.status.mailbox_offsets, self._next_offsets, self._num_acked, strict=False
-        ):
-            if end > read:
-                self.unseen_seqs += max(0, end - read - ours)
+        told = zip(self.status.mailbox_offsets, self._next_offsets, self._num_acked, strict=False)
+        self._unseen = [max(0, end - read - ours) if end > read else 0 for read, end, ours in told]
+        self.unseen_seqs = sum(self._unseen)
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Follows each change of what it is made from."""
+        status = self.status
+        self.num_seqs = max(0, self._told_seqs + self.in_flight_seqs + self.unseen_seqs)
+        taken = self.in_flight_blocks
+        if self.unseen_seqs and self.in_flight_seqs:
+            # Those of others are taken to be like ours.
+            taken += taken * self.unseen_seqs // self.in_flight_seqs
+        free = self.free_blocks = min(status.num_blocks, self._told_free_blocks - taken)
+        if self.num_seqs >= status.max_num_seqs or free < 0:
+            self.free_tokens = 0
+        else:  # an idle one takes whatever it can hold
+            self.free_tokens = free * status.block_size if free < status.num_blocks else inf
+        prefill = status.queued_prefill_tokens + self.in_flight_prefill
+        self.load = (
+            1.0
+            - free / max(1, status.num_blocks)
+            + self.num_seqs / max(1, status.max_num_seqs) * self.step_slowness
+            + prefill / PREFILL_SCALE * self.prefill_slowness
+        )
+        self.max_tokens = min(status.max_model_len, status.num_blocks * status.block_size + 1)
+        self._lower.clear()
+
+
+def num_tokens(request: InferenceRequest, expected_output_tokens: int) -> int:
+    """Of the sequence that the request is expected to become."""
+    return len(request.prompt_token_ids) + len(request.output_token_ids) + expected_output_tokens

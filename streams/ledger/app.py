@@ -12,6 +12,8 @@ from aiokafka.admin import AIOKafkaAdminClient
 
 from schemas import topics
 from schemas.fleet import CONSUMER_SETTINGS, HEARTBEAT_PRODUCER_SETTINGS, PRODUCER_SETTINGS
+from schemas.kafka_login import client_settings
+from schemas.lasting_producer import lasting
 from streams import command
 from streams.faust_app import OnAssigned, build_faust_app
 from streams.ledger.config import ROLE, LedgerConfig
@@ -30,12 +32,18 @@ def make_kafka(config: LedgerConfig) -> Kafka:
     """The clients; needs a running loop."""
 
     def client(purpose: str) -> dict[str, Any]:
-        return {"bootstrap_servers": config.kafka, "client_id": f"{ROLE}-{config.slot}-{purpose}"}
+        return {**client_settings(config.kafka), "client_id": f"{ROLE}-{config.slot}-{purpose}"}
 
     def shard_clients(shard: int, committed: Callable[[str, int], Awaitable[Any]]) -> ShardClients:
         return ShardClients(
             sources=AIOKafkaConsumer(
                 **client(f"sources-{shard}"), **CONSUMER_SETTINGS, isolation_level="read_committed"
+            ),
+            jobs=AIOKafkaConsumer(
+                **client(f"jobs-{shard}"), **CONSUMER_SETTINGS, isolation_level="read_committed"
+            ),
+            results=AIOKafkaConsumer(
+                **client(f"results-{shard}"), **CONSUMER_SETTINGS, isolation_level="read_committed"
             ),
             replies=AIOKafkaConsumer(**client(f"replies-{shard}"), **CONSUMER_SETTINGS),
             writer=ResultWriter(config.kafka, shard),
@@ -47,10 +55,11 @@ def make_kafka(config: LedgerConfig) -> Kafka:
         return make_faust_app(config, datadir, on_batch, on_assigned)
 
     return Kafka(
-        producer=AIOKafkaProducer(**client("producer"), **PRODUCER_SETTINGS),
+        producer=lasting(AIOKafkaProducer(**client("producer"), **PRODUCER_SETTINGS)),
         heartbeat_producer=AIOKafkaProducer(**client("heartbeats"), **HEARTBEAT_PRODUCER_SETTINGS),
         control=AIOKafkaConsumer(**client("control"), **CONSUMER_SETTINGS),
         heartbeats=AIOKafkaConsumer(**client("heartbeats"), **{**CONSUMER_SETTINGS, **_HEARTBEAT_FETCH}),
+        usage=AIOKafkaConsumer(**client("usage"), **CONSUMER_SETTINGS),
         admin=AIOKafkaAdminClient(**client("admin")),
         partition=TopicPartition,
         faust_app=faust_app,

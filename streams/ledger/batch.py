@@ -9,22 +9,18 @@ One rule is added to the fold: a refusal for now (429, 503) ends nothing. The re
 the same attempt, so limits stay in force for it. A successor that folds the partition does the same.
 """
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from schemas.api.answers import Finished
 from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
 from schemas.priority import PriorityClass
 from schemas.records import (
-    Cancellation,
     Claim,
     Completion,
     Failed,
     Rejected,
     Retry,
     Tokens,
-    Usage,
 )
 from schemas.stream_state import RETRYABLE_FINISHES, Effect, ReplyRecord, Run, StreamState
 from schemas.topics import partition
@@ -33,42 +29,54 @@ from streams.ledger.batch_actions import (
     AdmissionOffsets,
     Answer,
     Append,
-    CancelRun,
     SendRequest,
 )
-from streams.ledger.batch_outcome import EXPIRED, Outcome, finished, refused, reopen, sealed_usage
-from streams.ledger.batch_records import BatchItem, Source, encode_answer, encode_error
+from streams.ledger.batch_answers import BatchAnswers
+from streams.ledger.batch_item import BatchItem, FileSource, Source
+from streams.ledger.batch_outcome import (
+    EXPIRED,
+    TOO_LARGE,
+    Outcome,
+    failed,
+    finished,
+    refused,
+    reopen,
+    told_usage,
+)
 from streams.ledger.batch_recovery import Recovery
+from streams.ledger.batch_resend import Resend, resend
+from streams.ledger.ended_items import EndedItems
 from streams.ledger.open_request import FIRST_BACKOFF_MS, OpenRequest, Phase
+from streams.ledger.owner_word import OwnerWord
 from streams.ledger.restating import Restater
 
-MAX_RETRIES = 3
 # Workers name every live sequence once a second. Batch work is in no hurry to give one up.
 SILENCE_MS = 10_000
-# Read by admission and no answer: send again after this, this many times, then as if refused.
-UNANSWERED_MS = 1_000
-MAX_RESENDS = 3
+# A request that was cancelled and does not end ends here: its run is dead or will be.
+STOP_MS = 10_000
 # Admission ends what waits too long; only if it does not, the owner does.
 EXPIRY_GRACE_MS = 60_000
-REMEMBERED = 2_000
+# Within this all processes know of a change to a tenant.
+IN_FORCE_MS = 2_000
 
 
 class BatchShard:
     """`position` is the next offset of the reply partition to be read, `answers` what waits to go out,
-    `recovery` what earlier lives began and this one has not met."""
+    `recovery` what earlier lives began and this one has not met, `refused_until` by tenant when the last of
+    its requests that were refused for now goes out again."""
 
-    def __init__(
-        self, shard: int, slot: int, epoch: int, *, end_ms: int, position: int, log_end: int, now_ms: int
-    ) -> None:
-        """`log_end`: the reply partition's end when this life began; records below it are recovery."""
+    def __init__(self, shard: int, slot: int, epoch: int, *, end_ms: int, position: int, now_ms: int) -> None:
         self.reply_partition = partition(shard, PriorityClass.BATCH)
         self.position = position
-        self.answers: list[Answer] = []
+        self.answers = BatchAnswers()
+        self.refused_until: dict[str, int] = {}
         self._slot, self._epoch, self._end_ms = slot, epoch, end_ms
+        self._word = OwnerWord(slot, epoch)
         self._open: dict[bytes, OpenRequest] = {}
         self._restater = Restater(shard, epoch, end_ms)
-        self.recovery = Recovery(log_end, now_ms)
-        self._outcomes: OrderedDict[bytes, Outcome] = OrderedDict()
+        self.recovery = Recovery(now_ms)
+        self._ended_items = EndedItems()
+        self._ticked_ms = now_ms
 
     @property
     def open(self) -> int:
@@ -77,7 +85,9 @@ class BatchShard:
     @property
     def resume_offset(self) -> int:
         """Where a successor must begin to read the reply partition."""
-        return min((request.since for request in self._open.values()), default=self.position)
+        places = [request.since for request in self._open.values()]
+        places += [low for low in (self.answers.low, self.recovery.low) if low is not None]
+        return min(places, default=self.position)
 
     def claims(self) -> list[Action]:
         """After recovery: takes over what earlier lives left open."""
@@ -93,9 +103,7 @@ class BatchShard:
         if known is not None:
             known.sources.append(item.source)
             return []
-        outcome = self._outcomes.get(rid)
-        if outcome is not None:
-            self._answer(item, item.source, outcome, None)
+        if self.answers.again(item):
             return []
         recovered = self.recovery.take(rid)
         if recovered is None:
@@ -103,27 +111,44 @@ class BatchShard:
             self._open[rid] = request
             return self._send(request)
         request = OpenRequest(item, recovered.state, recovered.since, [item.source], due_at=now_ms)
+        request.logprobs = recovered.logprobs
         request.sign_ms = clock_ms
         self._open[rid] = request
         state = request.state
+        request.ran = state.run is not None or bool(state.lost)
         if state.end is not None:
             request.transition_to(Phase.SENT)
             return self._ended(request, now_ms)
         if state.run is None and state.requests_offset is None:
             return self._send(request)
-        request.sent_offset, request.ran = state.requests_offset, state.run is not None
+        request.sent_offset = state.requests_offset
         request.transition_to(Phase.SENT)
         return []
 
+    def has(self, request_id: bytes) -> bool:
+        """Whether it is open, or its answer is remembered here."""
+        return request_id in self._open or self.answers.remembers(request_id)
+
+    def repeat(self, source: Source, request_id: bytes, value: bytes) -> None:
+        """Answers a record that a producer wrote again with what the first one was answered with."""
+        self.recovery.take(request_id)
+        self.answers.topic.append(Answer(source, value, ok=True, request_id=request_id))
+
     def refuse(self, source: Source, value: bytes) -> None:
         """Answers a record that is no request."""
-        self.answers.append(Answer(source, value, ok=False))
+        self.answers.topic.append(Answer(source, value, ok=False))
 
     def on_sent(self, request_id: bytes, attempt: int, offset: int) -> None:
         """The broker acked a SendRequest."""
         request = self._open.get(request_id)
         if request is not None and request.state.attempt == attempt:
             request.sent_offset = max(offset, request.sent_offset or 0)
+
+    def on_too_large(self, request_id: bytes, attempt: int) -> None:
+        """No broker will ack a SendRequest."""
+        request = self._open.get(request_id)
+        if request is not None and request.state.attempt == attempt:
+            request.oversized = True
 
     def on_reply(
         self, record: ReplyRecord | Tokens, offset: int, timestamp_ms: int, now_ms: int, clock_ms: int
@@ -136,9 +161,11 @@ class BatchShard:
             for chunk in record.chunks:
                 request = self._open.get(chunk.request_id)
                 if request is not None:
-                    effect = request.state.apply_chunk(run, chunk, timestamp_ms)
+                    effect = request.apply_chunk(run, chunk, timestamp_ms)
                     actions += self._act(request, effect, now_ms, clock_ms)
-                else:
+                elif chunk.request_id in self._ended_items:
+                    actions += self._ended_items.shown(chunk.request_id, run, chunk.attempt)
+                elif not self.answers.remembers(chunk.request_id):
                     self.recovery.apply_chunk(run, chunk, offset, timestamp_ms)
             return actions
         if isinstance(record, Claim) and record.request_id is None:
@@ -150,7 +177,10 @@ class BatchShard:
         assert rid is not None
         request = self._open.get(rid)
         if request is None:
-            self.recovery.apply(record, offset, timestamp_ms)
+            if rid in self._ended_items:
+                return self._ended_items.on_record(rid, record)
+            if not self.answers.remembers(rid):
+                self.recovery.apply(record, offset, timestamp_ms)
             return []
         effect = request.state.apply(record, timestamp_ms)
         own = isinstance(record, Retry | Failed) and record.owner_epoch == self._epoch
@@ -158,61 +188,68 @@ class BatchShard:
             request.transition_to(Phase.SENT)  # something came first: judge again
         return self._act(request, effect, now_ms, clock_ms)
 
+    def cancel(self, batch_id: str, error: ApiError, now_ms: int) -> list[Action]:
+        """Ends the open items of a job: with their answer where that comes first, else with `error`."""
+        actions: list[Action] = []
+        for request in list(self._open.values()):
+            source = request.item.source
+            if isinstance(source, FileSource) and source.batch_id == batch_id and request.stopped is None:
+                request.stopped, request.stopped_at = error, now_ms
+                if request.phase is Phase.WAITING:
+                    actions += self._end(request, error)
+                else:
+                    actions.append(request.stop(error.code, behind_request=request.state.run is None))
+        return actions
+
+    def rules_changed(self, tenants: Collection[str], now_ms: int) -> None:
+        """What was refused for now goes out again once admission knows of the change too."""
+        due_at = now_ms + IN_FORCE_MS
+        self.refused_until |= dict.fromkeys(self.refused_until.keys() & tenants, due_at)
+        for request in self._open.values():
+            if request.item.source.tenant in tenants:
+                request.hurry(due_at)
+
     def tick(self, now_ms: int, fleet: FleetView, admission: Mapping[int, AdmissionOffsets]) -> list[Action]:
         """`admission`: by partition of inference.requests."""
         actions = self._restater.answers(admission, self._open.values(), now_ms)
         for request in list(self._open.values()):
             actions += self._look_at(request, now_ms, fleet, admission)
         self.recovery.expire(now_ms)
+        self._ticked_ms = now_ms
+        self._ended_items.expire(now_ms)
         return actions
 
     def _look_at(
         self, request: OpenRequest, now_ms: int, fleet: FleetView, admission: Mapping[int, AdmissionOffsets]
     ) -> list[Action]:
         state, age = request.state, now_ms - request.item.accepted_at
+        end_ms = request.item.end_ms or self._end_ms
+        if request.stopped is not None:
+            if now_ms - request.stopped_at >= STOP_MS:
+                self._finish(request, request.stopped)
+            return []
         if request.phase is Phase.WAITING:
-            if age >= self._end_ms:
-                self._finish(request, EXPIRED)
-                return []
+            if age >= end_ms:
+                return self._end(request, EXPIRED)
             return self._send(request) if now_ms >= request.due_at else []
         if request.phase is not Phase.SENT:
             return []
+        if request.oversized:
+            return self._end(request, TOO_LARGE)
         if state.run is not None:
             reason = fleet.gone("worker", *state.run)
             if reason is None and fleet.may_judge and fleet.clock.now_ms - request.sign_ms >= SILENCE_MS:
                 reason = "no sign of the run"
             return [] if reason is None else self._retry(request, f"worker: {reason}")
-        if age >= self._end_ms + EXPIRY_GRACE_MS:
-            self._finish(request, EXPIRED)
-            return []
-        return self._send_again(request, now_ms, admission)
-
-    def _send_again(
-        self, request: OpenRequest, now_ms: int, admission: Mapping[int, AdmissionOffsets]
-    ) -> list[Action]:
-        """Decided by offsets, not by a clock (architecture §4).
-
-        The tenants of a coordinator's shard are those whose requests hash to that shard, so both
-        partitions have the same number.
-        """
-        said = admission.get(self.reply_partition)
-        if said is None or request.sent_offset is None:
-            return []
-        if request.sent_offset < said.takeover:
-            return self._send(request)
-        answered = request.state.requests_offset is not None
-        if answered or said.read <= request.sent_offset:
-            request.unanswered_at = None
-            return []
-        if request.unanswered_at is None:
-            request.unanswered_at = now_ms
-        if now_ms - request.unanswered_at < UNANSWERED_MS:
-            return []
-        if request.resends >= MAX_RESENDS:
-            request.back_off(now_ms, 0)
-            return []
-        request.resends += 1
-        return self._send(request)
+        if age >= end_ms + EXPIRY_GRACE_MS:
+            return self._end(request, EXPIRED)
+        # The tenants of a shard are those whose requests hash to it: both partitions have the same number.
+        match resend(request, admission.get(self.reply_partition), now_ms):
+            case Resend.SEND:
+                return self._send(request)
+            case Resend.BACK_OFF:
+                request.back_off(now_ms, 0)
+        return []
 
     def _act(self, request: OpenRequest, effect: Effect, now_ms: int, clock_ms: int) -> list[Action]:
         match effect:
@@ -226,10 +263,13 @@ class BatchShard:
                 if request.phase is Phase.WAITING:
                     request.transition_to(Phase.SENT)
             case Effect.STRAY:
-                return self._cancel_strays(request)
+                return [*request.stray_stops()]
             case Effect.GAP:
                 return self._retry(request, "gap in the tokens")
             case Effect.RETRIED:
+                if request.stopped is not None:
+                    self._finish(request, request.stopped)
+                    return []
                 request.due_at = now_ms
                 if request.phase is not Phase.WAITING:
                     request.transition_to(Phase.WAITING)
@@ -240,38 +280,37 @@ class BatchShard:
 
     def _ended(self, request: OpenRequest, now_ms: int) -> list[Action]:
         end = request.state.end
-        if isinstance(end, Rejected):
+        answered = isinstance(end, Completion) and end.finish_reason not in RETRYABLE_FINISHES
+        if request.stopped is not None and not answered:
+            self._finish(request, request.stopped)
+        elif isinstance(end, Rejected):
             if reopen(request.state):
                 request.back_off(now_ms, end.retry_after_ms or 0)
+                tenant = request.item.source.tenant
+                self.refused_until[tenant] = max(request.due_at, self.refused_until.get(tenant, 0))
                 return []
             self._finish(request, refused(end))
         elif isinstance(end, Failed):
-            self._finish(request, ApiError(500, end.code, end.message))
+            self._finish(request, failed(end))
         elif isinstance(end, Completion):
             if end.finish_reason in RETRYABLE_FINISHES:
                 reason = end.message or f"the worker ended it: {end.finish_reason}"
                 return self._retry(request, reason)
-            self._finish(request, finished(request.item, request.state, end))
+            self._finish(request, finished(request, end))
         return []
 
     def _retry(self, request: OpenRequest, reason: str) -> list[Action]:
+        if request.stopped is not None:
+            self._finish(request, request.stopped)
+            return []
         if request.phase in (Phase.RETRYING, Phase.FAILING):
             return []
-        if request.phase is Phase.WAITING:
-            request.transition_to(Phase.SENT)
-        state, rid = request.state, request.item.request_id
-        actions: list[Action] = []
-        if state.owner_epoch not in (None, self._epoch):
-            assert state.owner_epoch is not None
-            actions.append(Append(Claim(state.owner_epoch, self._slot, self._epoch, rid)))
-        if state.attempt > MAX_RETRIES:
-            request.transition_to(Phase.FAILING)
-            message = f"gave up after {MAX_RETRIES} retries; the last one: {reason}"
-            actions.append(Append(Failed(rid, state.attempt, self._epoch, "worker_lost", message)))
-        else:
-            request.transition_to(Phase.RETRYING)
-            actions.append(Append(Retry(rid, state.attempt + 1, self._epoch, reason)))
-        return actions
+        return self._word.retry(request, reason)
+
+    def _end(self, request: OpenRequest, error: ApiError) -> list[Action]:
+        """Of what no run is known to have, but may: the log says the end, and whatever has it stops."""
+        word = self._word.fail(request, error.code, error.message)
+        return [*word, request.stop(error.code, behind_request=True)]
 
     def _send(self, request: OpenRequest) -> list[Action]:
         request.transition_to(Phase.SENT)
@@ -279,28 +318,9 @@ class BatchShard:
         request.state.requests_offset = None
         return [SendRequest(request.to_send(self.reply_partition, self._epoch, self._end_ms))]
 
-    def _cancel_strays(self, request: OpenRequest) -> list[Action]:
-        state, item = request.state, request.item
-        return [
-            CancelRun(
-                Cancellation(item.request_id, state.attempt, item.source.tenant, "stray", run.slot, run.epoch)
-            )
-            for run in request.new_strays()
-        ]
-
     def _finish(self, request: OpenRequest, outcome: Outcome) -> None:
         request.transition_to(Phase.ENDED)
-        seal = sealed_usage(request, outcome)
-        for source in request.sources:
-            self._answer(request.item, source, outcome, seal)
         del self._open[request.item.request_id]
-        self._outcomes[request.item.request_id] = outcome
-        if len(self._outcomes) > REMEMBERED:
-            self._outcomes.popitem(last=False)
-
-    def _answer(self, item: BatchItem, source: Source, outcome: Outcome, seal: Usage | None) -> None:
-        if isinstance(outcome, ApiError):
-            value = encode_error(source, item.request_id, outcome)
-        else:
-            value = encode_answer(source, item.request_id, item.url, outcome)
-        self.answers.append(Answer(source, value, isinstance(outcome, Finished), seal))
+        seal = self.answers.end(request, outcome)
+        row = told_usage(request, outcome) if seal is None else None
+        self._ended_items.put(request, row, self._ticked_ms)

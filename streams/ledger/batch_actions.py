@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from schemas.records import Cancellation, Claim, Failed, InferenceRequest, Restate, Retry, Usage
-from streams.ledger.batch_records import Source
+from streams.ledger.batch_item import FileSource, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +29,51 @@ class Restated:
 
 @dataclass(frozen=True, slots=True)
 class CancelRun:
+    """`behind_request`: also to where the requests lie, for what waits in admission's queue."""
+
     record: Cancellation
+    behind_request: bool = False
 
 
-Action = SendRequest | Append | CancelRun | Restated
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The owner's row of a request that was answered: what it is billed, whatever a run writes."""
+
+    usage: Usage
+
+
+Action = SendRequest | Append | CancelRun | Restated | Seal
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One record for batch.results. `seal` must be acked before it goes out."""
+    """One record for batch.results. `seal` must be acked before it goes out. Without `request_id` it is of a
+    record that is no request."""
 
     source: Source
     value: bytes
     ok: bool
     seal: Usage | None = None
+    request_id: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileAnswer:
+    """One line for a job's output file, or where `code` says why there is no answer, for its error file.
+    `sent`: it was a request.
+
+    The tokens are those billed. `seal` must be acked before the job's state counts the line.
+    """
+
+    source: FileSource
+    request_id: bytes
+    line: bytes
+    code: str | None
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    seal: Usage | None = None
+    sent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,64 +6,42 @@ In, on batch.requests.<tenant>, one of
   Avro BatchRequest                                  the same, in single-object encoding
 
 Out, on batch.results.<tenant>, in the same shape:
-  {"custom_id", …the answer of /v1/generate…, "error": null}, or {"custom_id", "offset", "error": {…}}
+  {"custom_id", …the answer of /v1/generate…, "error": null}, or {"custom_id", "offset", "usage", "error"}
   {"id", "custom_id", "response": {"status_code", "request_id", "body"} | null, "error": null | {…}}
   Avro BatchResult
 A record that cannot be read far enough to know its shape is answered in the first, with custom_id null.
-`offset` is that of the record in the request topic.
+`offset` is that of the record in the request topic. A header `batch` names the batch that a record
+belongs to; the answer has it too.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 from typing import Any
 
 import msgspec
 
-from schemas.api.answers import Finished, answer
-from schemas.api.bodies import convert_body
+from schemas.api.batches import LINE_BODIES
 from schemas.api.errors import ApiError, bad_field
-from schemas.api.prepare import BODIES, GENERATE_URL, prepare
-from schemas.api.tenant_rules import sampling_for
+from schemas.api.prepare import GENERATE_URL
 from schemas.codec import MARKER, CodecError, decode, encode
+from schemas.headers import BATCH
 from schemas.models import LoadedModel
-from schemas.priority import PriorityClass
-from schemas.records import BatchRequest, BatchResult, SamplingParams, Tenant
+from schemas.records import BatchRequest, BatchResult, Tenant
 from schemas.topics import batch_requests
+from streams.ledger.batch_item import (
+    MAX_GROUP,
+    BatchItem,
+    Shape,
+    Source,
+    check_custom_id,
+    make_item,
+)
 
-MAX_CUSTOM_ID = 512
+# What a record of batch.results may have: its topic takes as much, with the key and headers beside it.
+MAX_ANSWER_BYTES = (8 << 20) - (64 << 10)
 _LINE_FIELDS = frozenset({"custom_id", "method", "url", "body"})
-
-
-class Shape(Enum):
-    GENERATE = auto()
-    LINE = auto()
-    AVRO = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a record stands and how its answer is to look."""
-
-    tenant: str
-    offset: int
-    custom_id: str | None = None
-    shape: Shape = Shape.GENERATE
-
-
-@dataclass(frozen=True, slots=True)
-class BatchItem:
-    """A request to run. `accepted_at` is the broker's time of the record: the same after any restart."""
-
-    source: Source
-    request_id: bytes
-    accepted_at: int
-    url: str
-    model: LoadedModel
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,50 +59,58 @@ def parse(
     timestamp_ms: int,
     models: Mapping[str, LoadedModel],
     rules: Tenant | None = None,
+    headers: Iterable[tuple[str, bytes | None]] = (),
 ) -> BatchItem | BadRecord:
     """Never raises for what a tenant may have written. Tokenizes: run it in a thread.
 
     `rules`: the tenant's record, if it is known.
     """
-    source = Source(tenant, offset)
+    group = _group(headers)
+    source = Source(tenant, offset, group=None if group is None else group[:MAX_GROUP])
     try:
         fields, shape = _fields(value)
         source = replace(source, shape=shape)
-        custom_id = _custom_id(fields.get("custom_id"))
-        source = replace(source, custom_id=custom_id)
+        source = replace(source, custom_id=check_custom_id(fields.get("custom_id")))
+        if group != source.group:
+            raise bad_field(f"header {BATCH}", f"must have at most {MAX_GROUP} characters")
         url, body = _url_and_body(fields, shape)
-        parsed = convert_body(body, BODIES[url])
-        if parsed.stream:
-            raise bad_field("stream", "a batch request is never streamed")
-        prepared = prepare(parsed, models)
-        if prepared.priority not in (None, PriorityClass.BATCH):
-            raise bad_field("priority", "a batch request is always of class batch")
-        if prepared.sampling.logprobs is not None:
-            raise ApiError(400, "unsupported_field", "logprobs: not supported in batch requests", "logprobs")
-        if prepared.has_tools:
-            raise ApiError(400, "unsupported_field", "tools: not supported in batch requests", "tools")
-        sampling = prepared.sampling
-        if rules is not None:
-            sampling = sampling_for(rules, PriorityClass.BATCH, prepared)
+        request_id = request_id_of(source, url, body)
+        return make_item(source, request_id, timestamp_ms, url, body, models, rules)
     except ApiError as e:
         return BadRecord(source, e)
-    request_id = request_id_of(tenant, custom_id, url, body)
-    if parsed.seed is None:
-        # Not random: after a restart the request must go on as the same one.
-        sampling = replace(sampling, seed=int.from_bytes(request_id[:8], "big") >> 1)
-    return BatchItem(
-        source, request_id, timestamp_ms, url, prepared.model, prepared.prompt_token_ids, sampling
-    )
 
 
-def request_id_of(tenant: str, custom_id: str, url: str, body: object) -> bytes:
+def asked_request(
+    value: bytes | None, tenant: str, headers: Iterable[tuple[str, bytes | None]] = ()
+) -> bytes | None:
+    """The request_id of what a record asks for, without a look at the body; None where nothing can be run."""
+    group = _group(headers)
+    if group is not None and len(group) > MAX_GROUP:
+        return None
+    try:
+        fields, shape = _fields(value)
+        source = Source(tenant, 0, check_custom_id(fields.get("custom_id")), shape, group)
+        url, body = _url_and_body(fields, shape)
+    except ApiError:
+        return None
+    return request_id_of(source, url, body)
+
+
+def _group(headers: Iterable[tuple[str, bytes | None]]) -> str | None:
+    return (dict(headers).get(BATCH) or b"").decode(errors="replace") or None
+
+
+def request_id_of(source: Source, url: str, body: object) -> bytes:
     """The same for a producer's own retry, which so is neither run nor billed twice.
 
-    The body is part of it: a custom_id used again for other work is other work.
+    The body is part of it: a custom_id used again for other work is other work. So is the shape: an answer
+    given once is given again as it is.
     """
     parts = (
-        batch_requests(tenant),
-        custom_id,
+        batch_requests(source.tenant),
+        source.group,
+        source.custom_id,
+        source.shape.name,
         url,
         json.dumps(body, sort_keys=True, ensure_ascii=True, separators=(",", ":")),
     )
@@ -164,14 +150,6 @@ def _avro_fields(value: bytes) -> dict[str, Any]:
     }
 
 
-def _custom_id(value: object) -> str:
-    if value is None:
-        raise ApiError(400, "missing_field", "custom_id: this field is required", "custom_id")
-    if not isinstance(value, str) or not 1 <= len(value) <= MAX_CUSTOM_ID:
-        raise bad_field("custom_id", f"must be a string of 1 to {MAX_CUSTOM_ID} characters")
-    return value
-
-
 def _url_and_body(fields: dict[str, Any], shape: Shape) -> tuple[str, Any]:
     if shape is Shape.GENERATE:
         return GENERATE_URL, {name: value for name, value in fields.items() if name != "custom_id"}
@@ -183,14 +161,22 @@ def _url_and_body(fields: dict[str, Any], shape: Shape) -> tuple[str, Any]:
     if fields.get("method", "POST") != "POST":
         raise bad_field("method", "must be POST")
     url = fields["url"]
-    if not isinstance(url, str) or url not in BODIES:
-        raise bad_field("url", f"use one of {', '.join(BODIES)}")
+    if not isinstance(url, str) or url not in LINE_BODIES:
+        raise bad_field("url", f"use one of {', '.join(LINE_BODIES)}")
     return url, fields["body"]
 
 
-def encode_answer(source: Source, request_id: bytes, url: str, finished: Finished) -> bytes:
-    """The record for batch.results of a request that ended normally."""
-    body = answer(url, replace(finished, request_id=request_id))
+def encode_answer(source: Source, request_id: bytes, body: dict[str, Any]) -> bytes:
+    """The record for batch.results of a request that ended normally; `body` is what its API answers."""
+    value = _answer(source, request_id, body)
+    if len(value) <= MAX_ANSWER_BYTES:
+        return value
+    message = f"the answer has {len(value):,} bytes, and a record at most {MAX_ANSWER_BYTES:,}: ask for less"
+    error = ApiError(500, "answer_too_large", message)
+    return encode_error(source, request_id, error, body.get("usage"))
+
+
+def _answer(source: Source, request_id: bytes, body: dict[str, Any]) -> bytes:
     match source.shape:
         case Shape.GENERATE:
             return msgspec.json.encode({"custom_id": source.custom_id, **body, "error": None})
@@ -202,24 +188,33 @@ def encode_answer(source: Source, request_id: bytes, url: str, finished: Finishe
             return encode(BatchResult(_id(source, request_id), source.custom_id or "", 200, text))
 
 
-def encode_error(source: Source, request_id: bytes | None, error: ApiError) -> bytes:
+def encode_error(
+    source: Source, request_id: bytes | None, error: ApiError, usage: dict[str, Any] | None = None
+) -> bytes:
     """The record for batch.results of a request that did not. In the line shapes, what the API would have
-    refused is a response with its status; what failed on the way is an error."""
+    refused is a response with its status; what failed on the way is an error. `usage`: what is billed of it.
+    """
     refused = error.status < 500
-    body = error.to_dict()
+    body = error.to_dict() if usage is None else {**error.to_dict(), "usage": usage}
     match source.shape:
         case Shape.GENERATE:
             return msgspec.json.encode(
-                {"custom_id": source.custom_id, "offset": source.offset, "error": body["error"]}
+                {
+                    "custom_id": source.custom_id,
+                    "offset": source.offset,
+                    "usage": usage,
+                    "error": body["error"],
+                }
             )
         case Shape.LINE if refused:
             rid = None if request_id is None else request_id.hex()
             response = {"status_code": error.status, "request_id": rid, "body": body}
             return _line(source, request_id, response, None)
         case Shape.LINE:
-            return _line(source, request_id, None, {"code": error.code, "message": error.message})
+            failed: dict[str, Any] = {"code": error.code, "message": error.message}
+            return _line(source, request_id, None, failed if usage is None else {**failed, "usage": usage})
         case Shape.AVRO:
-            text = msgspec.json.encode(body).decode() if refused else None
+            text = msgspec.json.encode(body).decode() if refused or usage is not None else None
             return encode(
                 BatchResult(
                     id=_id(source, request_id),

@@ -1,32 +1,45 @@
 """What the reply partition says of requests that are not read from their topics in this life. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from schemas.records import Claim, TokenChunk
+from schemas.records import Claim
+from schemas.sampling import TokenLogprobs
 from schemas.stream_state import ReplyRecord, Run, StreamState
+from schemas.token_records import TokenChunk
 from streams.ledger.batch_outcome import reopen
+from streams.ledger.open_request import fold_chunk
 
 RECOVERED_MS = 600_000
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """`since` is where the reply partition must be read from."""
+    """`since` is where the reply partition must be read from, `logprobs` those of the state's tokens."""
 
     state: StreamState
     since: int
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
 
 class Recovery:
-    """Until its request is read, and `RECOVERED_MS` at most, a state that was begun is kept and followed."""
+    """Until its request is read, and `RECOVERED_MS` at most, each state is kept and followed: also one that
+    begins in this life. What an earlier life had sent may be admitted, run and end before this one reads it.
+    """
 
-    def __init__(self, log_end: int, now_ms: int) -> None:
-        """`log_end`: the reply partition's end when this life began; only below it a state may begin."""
-        self._log_end, self._born_ms = log_end, now_ms
+    def __init__(self, now_ms: int) -> None:
+        self._born_ms, self._is_over = now_ms, False
         self._states: dict[bytes, Recovered] = {}
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def __contains__(self, request_id: bytes) -> bool:
+        return request_id in self._states
+
+    @property
+    def low(self) -> int | None:
+        """Where a successor would have to read from to learn the same."""
+        return min((known.since for known in self._states.values()), default=None)
 
     def owner_epochs(self) -> set[int]:
         """The lives that left something open."""
@@ -38,29 +51,30 @@ class Recovery:
         return self._states.pop(request_id, None)
 
     def apply(self, record: ReplyRecord, offset: int, timestamp_ms: int) -> None:
-        """Takes a record of a request that is not open, or a claim to all."""
+        """Takes a record of a request that is not open and has not ended in this life, or a claim to all."""
         if isinstance(record, Claim) and record.request_id is None:
             for recovered in self._states.values():
                 recovered.state.apply(record, timestamp_ms)
             return
         assert record.request_id is not None
-        if (state := self._state(record.request_id, offset)) is not None:
-            state.apply(record, timestamp_ms)
-            reopen(state)
+        if (known := self._known(record.request_id, offset)) is not None:
+            known.state.apply(record, timestamp_ms)
+            reopen(known.state)
 
     def apply_chunk(self, run: Run, chunk: TokenChunk, offset: int, timestamp_ms: int) -> None:
-        """Takes tokens of a request that is not open."""
-        if (state := self._state(chunk.request_id, offset)) is not None:
-            state.apply_chunk(run, chunk, timestamp_ms)
+        """Takes tokens of such a request."""
+        if (known := self._known(chunk.request_id, offset)) is not None:
+            fold_chunk(known.state, known.logprobs, run, chunk, timestamp_ms)
 
     def expire(self, now_ms: int) -> None:
         if now_ms - self._born_ms > RECOVERED_MS:
+            self._is_over = True
             self._states.clear()
 
-    def _state(self, request_id: bytes, offset: int) -> StreamState | None:
+    def _known(self, request_id: bytes, offset: int) -> Recovered | None:
         known = self._states.get(request_id)
         if known is None:
-            if offset >= self._log_end:
+            if self._is_over:
                 return None
             known = self._states[request_id] = Recovered(StreamState(request_id), offset)
-        return known.state
+        return known

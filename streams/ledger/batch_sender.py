@@ -9,8 +9,9 @@ from schemas import topics
 from schemas.codec import encode
 from schemas.headers import Headers, ReplyTo, reply_headers
 from schemas.priority import PriorityClass
+from schemas.record_size import is_too_large
 from schemas.records import InferenceRequest, Retry, Usage
-from streams.ledger.batch_actions import Action, Append, CancelRun, Restated, SendRequest
+from streams.ledger.batch_actions import Action, Append, CancelRun, Restated, Seal, SendRequest
 from streams.ledger.metrics import BATCH_RETRIES
 
 log = logging.getLogger(__name__)
@@ -19,13 +20,19 @@ SEND_TIMEOUT_S = 30.0
 
 
 class BatchSender:
-    """`producer` is started. `on_sent(request_id, attempt, offset)` is called when a request is acked."""
+    """`producer` is started. `on_sent(request_id, attempt, offset)` is called when a request is acked,
+    `on_too_large(request_id, attempt)` when its topic takes no record so large."""
 
     def __init__(
-        self, producer: Any, reply_partition: int, shards: int, on_sent: Callable[[bytes, int, int], None]
+        self,
+        producer: Any,
+        reply_partition: int,
+        shards: int,
+        on_sent: Callable[[bytes, int, int], None],
+        on_too_large: Callable[[bytes, int], None],
     ) -> None:
         self._producer, self._reply_partition, self._shards = producer, reply_partition, shards
-        self._on_sent = on_sent
+        self._on_sent, self._on_too_large = on_sent, on_too_large
         self._failed = asyncio.Event()
         self._error: BaseException | None = None
 
@@ -48,10 +55,15 @@ class BatchSender:
                     # The tenants of the shard hash to it: their requests lie in the partition of its number.
                     future = await self._send(topics.REQUESTS, self._reply_partition, encode(record))
                     future.add_done_callback(self._check)
-                case CancelRun(record):
-                    partition = topics.tenant_partition(record.tenant, PriorityClass.BATCH, self._shards)
-                    future = await self._send(topics.CANCELLATIONS, partition, encode(record))
+                case Seal(usage):
+                    partition = topics.tenant_partition(usage.tenant, usage.priority, self._shards)
+                    future = await self._send(topics.USAGE, partition, encode(usage))
                     future.add_done_callback(self._check)
+                case CancelRun(record, behind_request):
+                    partition = topics.tenant_partition(record.tenant, PriorityClass.BATCH, self._shards)
+                    for topic in (topics.CANCELLATIONS, *([topics.REQUESTS] if behind_request else [])):
+                        future = await self._send(topic, partition, encode(record))
+                        future.add_done_callback(self._check)
 
     async def seal(self, usages: Iterable[Usage]) -> None:
         """Returns when the broker has acked all of them."""
@@ -69,13 +81,21 @@ class BatchSender:
         rid, attempt = request.request_id, request.attempt
 
         def sent(done: Any) -> None:
-            if self._check(done):
+            if not done.cancelled() and (error := done.exception()) is not None and is_too_large(error):
+                self._on_too_large(rid, attempt)
+            elif self._check(done):
                 self._on_sent(rid, attempt, done.result().offset)
 
         partition = topics.tenant_partition(request.tenant, request.priority, self._shards)
         headers = reply_headers(ReplyTo(rid, attempt, request.reply_partition))
-        future = await self._send(topics.REQUESTS, partition, encode(request), headers)
-        future.add_done_callback(sent)
+        try:
+            future = await self._send(topics.REQUESTS, partition, encode(request), headers)
+        except Exception as error:
+            if not is_too_large(error):
+                raise
+            self._on_too_large(rid, attempt)
+        else:
+            future.add_done_callback(sent)
 
     async def _send(self, topic: str, partition: int, value: bytes, headers: Headers | None = None) -> Any:
         async with asyncio.timeout(SEND_TIMEOUT_S):

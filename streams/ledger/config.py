@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from schemas.config import CommonConfig, setting
+from schemas.object_store import store_errors
 from streams.ledger.clickhouse import CHDB_SCHEME, QueryLimits, chdb_folder
 
 ROLE = "ledger"
-_DDL_DIR = Path(__file__).parents[2] / "infra" / "clickhouse"
+DDL_DIR = Path(__file__).parents[2] / "infra" / "clickhouse"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,15 +17,27 @@ class LedgerConfig(CommonConfig):
     clickhouse: str = setting(
         "", doc="chdb:///folder, or http(s)://user:password@host:port; empty: chDB in data_dir."
     )
-    ddl_dir: Path = setting(_DDL_DIR, doc="Folder of the numbered SQL files.")
+    object_store: str = setting(
+        ".headrace/objects",
+        doc="Where files and old usage are: a folder, or s3://bucket/prefix with the provider's variables.",
+    )
+    sweep_s: float = setting(3_600.0, doc="Seconds between looks for files whose time is over.")
+    archive_s: float = setting(3_600.0, doc="Seconds between looks for usage of past days to archive.")
+    ddl_dir: Path = setting(DDL_DIR, doc="Folder of the numbered SQL files.")
     insert_rows: int = setting(5_000, doc="Rows of usage in one insert at most.")
     insert_window_ms: int = setting(100, doc="How long rows are collected for one insert (ms).")
+    spend_s: float = setting(
+        1.0, doc="Seconds between looks at what tenants that have a budget have spent, where there is news."
+    )
     sql_port: int = setting(8123, doc="Port of the read-only SQL endpoint on http_host; 0 picks one.")
     sql_concurrent: int = setting(4, doc="SQL queries at once; more wait 1 s, then are refused.")
     sql_time_s: float = setting(10.0, doc="Time of one SQL query (s).")
     sql_memory_mib: int = setting(256, doc="Memory of one SQL query (MiB).")
     sql_result_rows: int = setting(100_000, doc="Rows that one SQL query may return.")
     batch_window: int = setting(256, doc="Open batch requests a tenant at most.")
+    batch_prefix_order: bool = setting(
+        True, doc="Lines of a batch's file that begin alike are sent together; else as they stand."
+    )
     batch_end_ms: int = setting(86_400_000, doc="A batch request not answered by then is an error (ms).")
 
     def dsn(self) -> str:
@@ -38,7 +51,7 @@ class LedgerConfig(CommonConfig):
         )
 
     def errors(self) -> list[str]:
-        found = super().errors()
+        found = [*super().errors(), *store_errors(self.object_store)]
         folder = chdb_folder(self.clickhouse)
         if folder is not None and not folder.is_absolute():
             found.append("HEADRACE_CLICKHOUSE: chdb:// takes an absolute folder, chdb:///folder")
@@ -50,7 +63,10 @@ class LedgerConfig(CommonConfig):
         if not 0 <= self.sql_port < 65536:
             found.append(f"HEADRACE_SQL_PORT must be 0 to 65535, got {self.sql_port}")
         positive = (
+            "sweep_s",
+            "archive_s",
             "insert_rows",
+            "spend_s",
             "insert_window_ms",
             "sql_concurrent",
             "sql_time_s",

@@ -14,28 +14,32 @@ from typing import Any
 
 from schemas import topics
 from schemas.codec import CodecError, decode
+from schemas.dead_letters import dead_letter
 from schemas.fleet import FleetView
-from schemas.headers import REASON
 from schemas.models import LoadedModel
 from schemas.priority import PriorityClass
-from schemas.records import Attach, Detach, Duplicate, Tenant
-from streams.consumer import Consumer, assign_at
+from schemas.records import Attach, BatchCancel, BatchJob, BatchState, Detach, Duplicate, Tenant
+from schemas.stop_client import stop_client
+from streams.consumer import Consumer, assign_at, decoded
 from streams.ledger.batch import BatchShard
 from streams.ledger.batch_actions import Action
+from streams.ledger.batch_item import Source
 from streams.ledger.batch_offsets import admission_offsets
-from streams.ledger.batch_records import BadRecord, BatchItem, encode_error, parse
+from streams.ledger.batch_records import BadRecord, encode_error, parse
 from streams.ledger.batch_sender import BatchSender
-from streams.ledger.metrics import BATCH_FINISHED, BATCH_FLUSH, BATCH_OPEN, DLQ
-from streams.ledger.results import OutRecord, ResultWriter, result_record
-from streams.ledger.source_reader import SOURCE_PARTITION, SourceReader, wait_for
+from streams.ledger.commits import Committer
+from streams.ledger.earlier_answers import EarlierAnswers
+from streams.ledger.job_runner import JobRunner
+from streams.ledger.job_store import JobStore
+from streams.ledger.metrics import BATCH_OPEN
+from streams.ledger.results import OutRecord, ResultWriter
+from streams.ledger.source_reader import SourceReader
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-# Answers that end within this go out in one transaction, which takes about 30 ms.
-GATHER_S = 0.02
-COMMIT_S = 10.0
 START_TIMEOUT_S = 30.0
+_STOP_S = 5.0
 _POLL_MS = 200
 
 
@@ -44,6 +48,8 @@ class ShardClients:
     """Clients of one shard, not started. `committed` gives (offset, metadata) of the group, or None."""
 
     sources: Consumer
+    jobs: Consumer
+    results: Consumer
     replies: Consumer
     writer: ResultWriter
     partition: Callable[[str, int], Any]
@@ -52,12 +58,16 @@ class ShardClients:
 
 @dataclass(frozen=True, slots=True)
 class ShardSettings:
+    """`part_epoch`: of this life of the shard, as it is in the names of what it writes."""
+
     shard: int
     shards: int
     slot: int
     epoch: int
     end_ms: int
     window: int
+    prefix_order: bool
+    part_epoch: int
 
 
 def _now_ms() -> int:
@@ -73,18 +83,26 @@ class ShardCoordinator:
         models: Mapping[str, LoadedModel],
         fleet: FleetView,
         tenants: Callable[[], dict[str, Tenant]],
+        store: JobStore,
     ) -> None:
         """`tenants`: those whose topics are to be read now. `producer` is shared and started."""
         self._settings, self._clients = settings, clients
-        self._models, self._fleet, self._tenants = models, fleet, tenants
+        self._models, self._fleet, self._tenants, self._store = models, fleet, tenants, store
         self._replies_tp = clients.partition(
             topics.TOKENS, topics.partition(settings.shard, PriorityClass.BATCH)
         )
         self._sources = SourceReader(clients.sources, clients.partition, clients.committed, settings.window)
-        self._dead_letters: list[OutRecord] = []
-        self._finished = asyncio.Event()
+        self._earlier = EarlierAnswers(clients.results, clients.partition)
         self._batch: BatchShard | None = None
-        self._sender = BatchSender(producer, self._replies_tp.partition, settings.shards, self._on_sent)
+        self._committer: Committer | None = None
+        self._jobs: JobRunner | None = None
+        self._sender = BatchSender(
+            producer,
+            self._replies_tp.partition,
+            settings.shards,
+            lambda *sent: self.batch.on_sent(*sent),
+            lambda *refused: self.batch.on_too_large(*refused),
+        )
         self.ready = False
 
     @property
@@ -93,6 +111,18 @@ class ShardCoordinator:
             raise RuntimeError("the shard has not begun")
         return self._batch
 
+    @property
+    def committer(self) -> Committer:
+        if self._committer is None:
+            raise RuntimeError("the shard has not begun")
+        return self._committer
+
+    @property
+    def jobs(self) -> JobRunner:
+        if self._jobs is None:
+            raise RuntimeError("the shard has not begun")
+        return self._jobs
+
     async def run(self) -> None:
         """Until cancelled. Raises what ended the shard; begin anew with new clients then."""
         clients = self._clients
@@ -100,16 +130,20 @@ class ShardCoordinator:
             # 1. Whoever had the shard can commit no more.
             await clients.writer.start()
             async with asyncio.timeout(START_TIMEOUT_S):
-                await clients.sources.start()
-                await clients.replies.start()
+                for client in (clients.sources, clients.replies, clients.jobs, clients.results):
+                    await client.start()
             # 2. What happened so far.
             await self._recover()
+            self._jobs = self._job_runner()
+            await self._recover_jobs()
             self.ready = True
             # 3. On from there.
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._follow_replies())
                 group.create_task(self._follow_sources())
-                group.create_task(self._flush_answers())
+                group.create_task(self._follow_jobs())
+                group.create_task(self.jobs.run())
+                group.create_task(self.committer.run())
                 group.create_task(self._tick())
                 group.create_task(self._sender.watch())
         except ExceptionGroup as failures:
@@ -117,8 +151,8 @@ class ShardCoordinator:
         finally:
             self.ready = False
             BATCH_OPEN.labels(str(self._settings.shard)).set(0)
-            for client in (clients.sources, clients.replies):
-                await _stop(client)
+            for client in (clients.sources, clients.replies, clients.jobs, clients.results):
+                await stop_client(client, _STOP_S)
             await clients.writer.stop()
 
     async def _recover(self) -> None:
@@ -139,8 +173,10 @@ class ShardCoordinator:
             settings.epoch,
             end_ms=settings.end_ms,
             position=resume,
-            log_end=end,
             now_ms=_now_ms(),
+        )
+        self._committer = Committer(
+            settings.shard, self._batch, clients.writer, self._sender, self._sources, self._earlier, tp
         )
         if committed is None:
             # Nothing is sent before there is a place to come back to.
@@ -150,6 +186,51 @@ class ShardCoordinator:
             await self._read_replies()
         await self._sender.execute(self.batch.claims())
         log.info("coordinator shard begun", extra={"shard": settings.shard, "resumed_at": resume, "end": end})
+
+    def _job_runner(self) -> JobRunner:
+        settings = self._settings
+        return JobRunner(
+            settings.shard,
+            settings.part_epoch,
+            self._store,
+            self.batch,
+            self._models,
+            self._fleet,
+            self._tenants,
+            self._sender.execute,
+            self.committer.commit,
+            prefix_order=settings.prefix_order,
+        )
+
+    async def _recover_jobs(self) -> None:
+        """All states that are committed, then all jobs."""
+        settings, consumer = self._settings, self._clients.jobs
+        states, jobs = (
+            self._clients.partition(topic, settings.shard)
+            for topic in (topics.BATCH_STATES, topics.BATCH_JOBS)
+        )
+        async with asyncio.timeout(START_TIMEOUT_S):
+            ends = await consumer.end_offsets([states, jobs])
+            begins = await consumer.beginning_offsets([states, jobs])
+        for tp in (states, jobs):
+            assign_at(consumer, {tp: begins[tp]})
+            while await consumer.position(tp) < ends[tp]:
+                await self._read_jobs()
+
+    async def _follow_jobs(self) -> None:
+        while True:
+            await self._read_jobs()
+
+    async def _read_jobs(self) -> None:
+        for records in (await self._clients.jobs.getmany(timeout_ms=_POLL_MS)).values():
+            for record in records:
+                if record.value is None:
+                    continue  # it had ended when it was deleted
+                value = decoded(record, BatchState, BatchJob, BatchCancel)
+                if isinstance(value, BatchState):
+                    self.jobs.on_state(value)
+                elif value is not None:
+                    self.jobs.on_job(value)
 
     async def _follow_replies(self) -> None:
         while True:
@@ -172,8 +253,11 @@ class ShardCoordinator:
             self._note_answers()
 
     async def _follow_sources(self) -> None:
+        tenants = self._tenants()
         while True:
-            tenants = self._tenants()
+            known, tenants = tenants, self._tenants()
+            if changed := {name for name, rules in tenants.items() if known.get(name) is not rules}:
+                self.batch.rules_changed(changed, _now_ms())
             for name, records in (await self._sources.read(set(tenants))).items():
                 await self._take(name, tenants.get(name), records)
 
@@ -182,68 +266,46 @@ class ShardCoordinator:
             if not self._sources.windows[tenant].take(record.offset):
                 continue
             read = await asyncio.to_thread(
-                parse, record.value, tenant, record.offset, record.timestamp, self._models, rules
+                parse,
+                record.value,
+                tenant,
+                record.offset,
+                record.timestamp,
+                self._models,
+                rules,
+                record.headers,
             )
-            if isinstance(read, BatchItem):
-                await self._sender.execute(self.batch.accept(read, _now_ms(), self._fleet.clock.now_ms))
-            else:
+            if isinstance(read, BadRecord):
                 self._refuse(read, record)
+            elif (answer := await self._answered(tenant, read.request_id)) is not None:
+                assert isinstance(read.source, Source)
+                self.batch.repeat(read.source, read.request_id, answer)
+            else:
+                await self._sender.execute(self.batch.accept(read, _now_ms(), self._fleet.clock.now_ms))
         self._note_answers()
+
+    async def _answered(self, tenant: str, request_id: bytes) -> bytes | None:
+        """What a producer's own retry was answered with, where this life does not know it itself."""
+        if self.batch.has(request_id):
+            return None
+        return await self._earlier.find(tenant, request_id)
 
     def _refuse(self, bad: BadRecord, record: Any) -> None:
         log.warning(
             "batch record refused",
             extra={"tenant": bad.source.tenant, "offset": bad.source.offset, "code": bad.error.code},
         )
-        reason = bad.error.message.encode(errors="replace")
-        headers = [*((name, value) for name, value in record.headers or ()), (REASON, reason)]
+        most, reason = topics.MAX_DEAD_LETTER_BYTES, bad.error.message
+        letter = dead_letter(record.key, record.value, record.headers or (), reason, most)
         topic = topics.dlq(topics.batch_requests(bad.source.tenant))
-        self._dead_letters.append(OutRecord(topic, record.key, record.value, headers))
+        self.committer.put_letter(OutRecord(topic, *letter))
         self.batch.refuse(bad.source, encode_error(bad.source, None, bad.error))
 
     def _note_answers(self) -> None:
         BATCH_OPEN.labels(str(self._settings.shard)).set(self.batch.open)
-        if self.batch.answers:
-            self._finished.set()
-
-    async def _flush_answers(self) -> None:
-        committed_at = time.monotonic()
-        last: Mapping[tuple[str, int], tuple[int, str]] = {}
-        while True:
-            if await wait_for(self._finished, COMMIT_S):
-                await asyncio.sleep(GATHER_S)
-                self._finished.clear()
-            answers, self.batch.answers = self.batch.answers, []
-            letters, self._dead_letters = self._dead_letters, []
-            # One moment's view: what ends from here on is still open in it, and is read again after a crash.
-            for answer in answers:
-                self._sources.windows[answer.source.tenant].answer(answer.source.offset)
-            offsets = self._offsets()
-            if not answers and (offsets == last or time.monotonic() - committed_at < COMMIT_S):
-                continue
-            began = time.perf_counter()
-            # 1. The owner's usage rows. A crash from here on writes them again: the same rows.
-            seals = {a.seal.request_id: a.seal for a in answers if a.seal is not None}
-            await self._sender.seal(seals.values())
-            # 2. Answers, dead letters and offsets: all or nothing.
-            records = [result_record(a.source.tenant, a.source.custom_id, a.value) for a in answers]
-            await self._clients.writer.commit(records + letters, offsets)
-            last, committed_at = offsets, time.monotonic()
-            BATCH_FLUSH.observe(time.perf_counter() - began)
-            for answer in answers:
-                BATCH_FINISHED.labels("ok" if answer.ok else "error").inc()
-            DLQ.labels("batch").inc(len(letters))
-            self._sources.room_freed()
-
-    def _offsets(self) -> dict[tuple[str, int], tuple[int, str]]:
-        tp = self._replies_tp
-        offsets = {(tp.topic, tp.partition): (self.batch.resume_offset, "")}
-        for tenant, window in self._sources.windows.items():
-            offsets[topics.batch_requests(tenant), SOURCE_PARTITION] = window.commit()
-        return offsets
-
-    def _on_sent(self, request_id: bytes, attempt: int, offset: int) -> None:
-        self.batch.on_sent(request_id, attempt, offset)
+        self.committer.wake()
+        if self._jobs is not None:
+            self._jobs.wake()
 
     async def _tick(self) -> None:
         while True:
@@ -251,11 +313,3 @@ class ShardCoordinator:
             actions = self.batch.tick(_now_ms(), self._fleet, admission_offsets(self._fleet))
             await self._sender.execute(actions)
             self._note_answers()
-
-
-async def _stop(client: Any) -> None:
-    try:
-        async with asyncio.timeout(5):
-            await client.stop()
-    except Exception as e:
-        log.warning("a consumer did not stop in order", extra={"error": repr(e)})

@@ -37,7 +37,7 @@ class Restater:
             input_tokens=len(item.prompt_token_ids),
             output_tokens=item.sampling.max_tokens,
             age_ms=max(0, now_ms - item.accepted_at),
-            end_ms=self._end_ms,
+            end_ms=item.end_ms or self._end_ms,
         )
 
 

@@ -44,6 +44,13 @@ class Shards:
         batch = PriorityClass.BATCH
         self._held = {topics.shard_of(p) for p in usage_partitions if topics.priority_of(p) is batch}
 
+    def running(self) -> list[int]:
+        """Those that have a coordinator here."""
+        return sorted(self._tasks)
+
+    def holds(self, shard: int) -> bool:
+        return shard in self._held
+
     def tenants_of(self, shard: int) -> dict[str, Tenant]:
         """Not the disabled: their requests wait in their topic."""
         return {
@@ -59,6 +66,10 @@ class Shards:
                 for shard in [s for s in self._tasks if s not in self._held]:
                     await _cancel(self._tasks.pop(shard))
                     log.info("coordinator shard given up", extra={"shard": shard})
+                for shard in [s for s, task in self._tasks.items() if task.done()]:
+                    # By a cancel that nobody here asked for, which no `except Exception` sees.
+                    log.error("coordinator shard ended by itself", extra={"shard": shard})
+                    del self._tasks[shard]
                 for shard in self._held - self._tasks.keys():
                     if self.tenants_of(shard):
                         self._tasks[shard] = asyncio.create_task(self._keep(shard), name=f"shard-{shard}")

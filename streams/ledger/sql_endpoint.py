@@ -1,18 +1,20 @@
 """Read-only SQL in ClickHouse's HTTP protocol: for curl, dashboards and ClickHouse's own clients.
 
-`GET /?query=…`, or the query as the body of a POST (behind `?query=`, where both are given). Errors come
-back with ClickHouse's text and X-ClickHouse-Exception-Code. There are no users: keep it on loopback.
+`GET /?query=…`, or the query as the body of a POST (behind `?query=`, where both are given), or a form of
+`query` and `param_*`, as clients send long parameters. Errors come back with ClickHouse's text and
+X-ClickHouse-Exception-Code. There are no users: keep it on loopback.
 """
 
 import asyncio
 import dataclasses
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
@@ -28,8 +30,11 @@ SQL_THREADS = "sql-query"
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 _BUSY_WAIT_S = 1.0
 _DEADLINE_GRACE_S = 5.0
+_MAX_FIELDS = 1_000
 _TIMEOUT, _TOO_MANY_QUERIES, _UNKNOWN_SETTING, _ABORTED = 159, 202, 115, 236
+_NOT_IMPLEMENTED = 48
 _STATUS = {
+    _NOT_IMPLEMENTED: 501,
     READONLY: 403,
     497: 403,
     60: 404,
@@ -53,7 +58,10 @@ _CONTENT_TYPES = {
     "Arrow": "application/octet-stream",
     "RowBinary": "application/octet-stream",
 }
-# Of the protocol, not of the query. Answers are never compressed, which every client takes.
+# ClickHouse's own frames of compressed blocks: a client that asks for them reads nothing else. HTTP's
+# compression, on the other hand, is a server's to choose.
+_FRAMED = ("compress", "decompress")
+# Of the protocol, not of the query.
 _IGNORED = frozenset(
     {
         "user",
@@ -64,8 +72,6 @@ _IGNORED = frozenset(
         "session_check",
         "quota_key",
         "role",
-        "compress",
-        "decompress",
         "buffer_size",
         "wait_end_of_query",
         "enable_http_compression",
@@ -120,10 +126,10 @@ class SqlEndpoint:
     async def _serve(self, request: Request) -> Response:
         query_id = request.query_params.get("query_id") or secrets.token_hex(16)
         try:
-            sql = await _sql(request)
+            sql, parameters = await _asked(request)
             if sql is None:
                 return PlainTextResponse("Ok.\n")
-            result = await self._run(_query(sql, request.query_params, self._limits))
+            result = await self._run(_query(sql, parameters, self._limits))
         except (SqlRefusedError, QueryError) as e:
             SQL_QUERIES.labels("refused" if isinstance(e, SqlRefusedError) else "failed").inc()
             return _error(e.code, str(e), query_id)
@@ -160,23 +166,48 @@ class SqlEndpoint:
             running.exception()  # seen, also where nobody waits any more
 
 
-async def _sql(request: Request) -> str | None:
-    """The query's text, None where there is none."""
+async def _asked(request: Request) -> tuple[str | None, Mapping[str, str]]:
+    """The query's text, None where there is none, and all parameters: of the URL and of a form."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_QUERY_BYTES:
             raise SqlRefusedError(SYNTAX_ERROR, f"Max query size exceeded: {MAX_QUERY_BYTES} bytes")
-    if "multipart/form-data" in request.headers.get("content-type", ""):
-        raise SqlRefusedError(READONLY, "external data is not served here")
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise SqlRefusedError(SYNTAX_ERROR, "compressed queries are not served here")
-    try:
-        parts = [request.query_params.get("query", ""), body.decode()]
-    except UnicodeDecodeError:
-        raise SqlRefusedError(SYNTAX_ERROR, "the query is not valid UTF-8") from None
+        raise SqlRefusedError(
+            SYNTAX_ERROR, "compressed bodies are not served here: this endpoint is read-only"
+        )
+    parameters = dict(request.query_params)
+    if database := request.headers.get("x-clickhouse-database"):
+        parameters.setdefault("database", database)
+    parts = [parameters.pop("query", "")]
+    if "multipart/form-data" in request.headers.get("content-type", ""):
+        parameters |= await _form(request, bytes(body))
+        parts.append(parameters.pop("query", ""))
+    else:
+        try:
+            parts.append(body.decode())
+        except UnicodeDecodeError:
+            raise SqlRefusedError(SYNTAX_ERROR, "the query is not valid UTF-8") from None
     text = "\n".join(part for part in parts if part)
-    return text or None
+    return text or None, parameters
+
+
+async def _form(request: Request, body: bytes) -> dict[str, str]:
+    async def stream() -> AsyncGenerator[bytes, None]:
+        yield body
+        yield b""
+
+    parser = MultiPartParser(
+        request.headers, stream(), max_files=0, max_fields=_MAX_FIELDS, max_part_size=MAX_QUERY_BYTES
+    )
+    try:
+        form = await parser.parse()
+    except MultiPartException as e:
+        if e.message.startswith("Too many files"):
+            raise SqlRefusedError(READONLY, "external data is not served here") from None
+        raise SqlRefusedError(SYNTAX_ERROR, f"the form cannot be read: {e.message}") from None
+    return {name: str(value) for name, value in form.items()}
 
 
 def _query(sql: str, params: Mapping[str, str], limits: QueryLimits) -> _Query:
@@ -188,11 +219,17 @@ def _query(sql: str, params: Mapping[str, str], limits: QueryLimits) -> _Query:
     default_format = "TabSeparated"
     values: dict[str, str] = {}
     for name, value in params.items():
-        if name == "default_format":
+        if name in _FRAMED:
+            if value not in ("0", "false"):
+                raise SqlRefusedError(
+                    _NOT_IMPLEMENTED,
+                    f"{name}={value[:10]} is not served here: turn the client's compression off",
+                )
+        elif name == "default_format":
             default_format = value
         elif name.startswith("param_"):
             values[name.removeprefix("param_")] = value
-        elif name not in _IGNORED and name not in ("query", "database"):
+        elif name not in _IGNORED and name != "database":
             limits = _lowered(limits, name, value)
     return _Query(sql, default_format, values, limits)
 

@@ -58,8 +58,10 @@ _NODES = _STATEMENTS | {
     "WithElement",
 }
 _EXPLAINS = frozenset({"EXPLAIN", "EXPLAIN AST", "EXPLAIN SYNTAX", "EXPLAIN QUERY TREE", "EXPLAIN PIPELINE"})
+# The last are our own views with parameters.
 _TABLE_FUNCTIONS = frozenset(
     {"generate_series", "generateseries", "numbers", "numbers_mt", "values", "view", "zeros", "zeros_mt"}
+    | {"invoice"}
 )
 # What clients and dashboards ask for. Not processes, query_log, or anything that shows others' queries.
 _SYSTEM_TABLES = frozenset(

@@ -9,11 +9,13 @@ from typing import Any, Protocol
 
 from schemas import topics
 from schemas.codec import CodecError
-from schemas.headers import REASON
+from schemas.dead_letters import dead_letter
+from schemas.record_size import is_too_large
 from schemas.records import Usage
 from streams.consumer import decode_or_catch_up
 from streams.ledger.billing import BillingError, UsageRow, row_of
 from streams.ledger.metrics import DLQ, INSERT_FAILURES, INSERTS, ROWS
+from streams.ledger.prices import PriceRow
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +27,21 @@ SEND_TIMEOUT_S = 30.0
 class Store(Protocol):
     def insert(self, rows: Sequence[UsageRow]) -> None: ...
 
+    def insert_prices(self, rows: Sequence[PriceRow]) -> None: ...
+
 
 class UsageIntake:
-    """`catch_up` reads control.schemas to its end: asked when a writer's schema is not known yet."""
+    """`catch_up` reads control.schemas to its end: asked when a writer's schema is not known yet. `on_stored`
+    is told the tenants of which rows were stored."""
 
-    def __init__(self, store: Store, producer: Any, catch_up: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        producer: Any,
+        catch_up: Callable[[], Awaitable[None]],
+        on_stored: Callable[[set[str]], None] = lambda tenants: None,
+    ) -> None:
+        self._on_stored = on_stored
         self._store, self._producer, self._catch_up = store, producer, catch_up
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="billing")
         self.failing_since: float | None = None
@@ -50,8 +62,16 @@ class UsageIntake:
             except (CodecError, BillingError) as e:
                 await self._bury(message, str(e))
         await self._until_it_works("insert", lambda: self._insert(rows))
+        self._on_stored({row.tenant for row in rows})
         for message in messages:
             self.stored[message.partition] = message.offset + 1
+
+    async def take_prices(self, rows: Sequence[PriceRow]) -> None:
+        """Stores prices, by the thread that the tables belong to. It never gives up either."""
+        loop = asyncio.get_running_loop()
+        await self._until_it_works(
+            "prices", lambda: loop.run_in_executor(self._thread, self._store.insert_prices, rows)
+        )
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -77,16 +97,23 @@ class UsageIntake:
         )
         headers = message.headers or ()
         pairs = list(headers.items() if hasattr(headers, "items") else headers)
+        letter, topic = dead_letter(message.key, message.value, pairs, reason), topics.dlq(topics.USAGE)
 
         async def send() -> None:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await self._producer.send_and_wait(
-                    topics.dlq(topics.USAGE),
-                    message.value,
-                    key=message.key,
-                    partition=message.partition,
-                    headers=[*pairs, (REASON, reason.encode(errors="replace"))],
-                )
+            try:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await self._producer.send_and_wait(
+                        topic,
+                        letter.value,
+                        key=letter.key,
+                        partition=message.partition,
+                        headers=letter.headers,
+                    )
+            except Exception as e:
+                if not is_too_large(e):
+                    raise
+                # The topic was made to take less. Another try is of no use, and bills wait behind it.
+                log.error("a dead letter is refused, and left out", extra={"topic": topic, "error": repr(e)})
 
         await self._until_it_works("dead letter", send)
         DLQ.labels("usage").inc()
