@@ -7,10 +7,14 @@ from starlette.routing import Route, Router
 
 from gateway.api import (
     admin,
+    admin_models,
     anthropic_messages,
+    batches,
     description,
+    files,
     health,
     kept_responses,
+    message_batches,
     models,
     native,
     openai_chat,
@@ -26,7 +30,9 @@ from gateway.http_protocol import EXCESS
 from gateway.in_flight import caller
 from gateway.openapi_operations import OPENAPI_URL
 from gateway.serving import Serving
+from schemas.api.batches import BATCHES_URL
 from schemas.api.errors import ApiError
+from schemas.api.message_batches import MESSAGE_BATCHES_URL
 from schemas.api.messages import COUNT_TOKENS_URL
 from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, GENERATE_URL, MESSAGES_URL
 from schemas.api.responses import RESPONSES_URL
@@ -56,11 +62,26 @@ OPERATIONS = (
     Operation("GET", f"{RESPONSES_URL}/{{id}}/input_items", kept_responses.input_items),
     Operation("POST", MESSAGES_URL, anthropic_messages.messages),
     Operation("POST", COUNT_TOKENS_URL, anthropic_messages.count_tokens),
+    Operation("POST", MESSAGE_BATCHES_URL, message_batches.create),
+    Operation("GET", MESSAGE_BATCHES_URL, message_batches.list_batches),
+    Operation("GET", f"{MESSAGE_BATCHES_URL}/{{id}}", message_batches.retrieve),
+    Operation("DELETE", f"{MESSAGE_BATCHES_URL}/{{id}}", message_batches.delete),
+    Operation("POST", f"{MESSAGE_BATCHES_URL}/{{id}}/cancel", message_batches.cancel),
+    Operation("GET", f"{MESSAGE_BATCHES_URL}/{{id}}/results", message_batches.results),
+    Operation("POST", BATCHES_URL, batches.create),
+    Operation("GET", BATCHES_URL, batches.list_batches),
+    Operation("GET", f"{BATCHES_URL}/{{id}}", batches.retrieve),
+    Operation("POST", f"{BATCHES_URL}/{{id}}/cancel", batches.cancel),
     Operation("POST", TOKENIZE_URL, tokenize.tokenize),
     Operation("POST", DETOKENIZE_URL, tokenize.detokenize),
     Operation("GET", "/v1/streams/{id}", streams.read_stream),
     Operation("DELETE", "/v1/streams/{id}", streams.cancel_stream),
     Operation("POST", "/v1/streams/{id}/token", stream_tokens.create_token),
+    Operation("POST", files.FILES_URL, files.upload),
+    Operation("GET", files.FILES_URL, files.list_files),
+    Operation("GET", f"{files.FILES_URL}/{{id}}", files.retrieve),
+    Operation("DELETE", f"{files.FILES_URL}/{{id}}", files.delete),
+    Operation("GET", f"{files.FILES_URL}/{{id}}/content", files.read_content),
     Operation("GET", MODELS_URL, models.list_models),
     Operation("GET", f"{MODELS_URL}/{{model:path}}", models.get_model),
     Operation("GET", admin.TENANTS_URL, admin.list_tenants),
@@ -69,6 +90,9 @@ OPERATIONS = (
     Operation("PATCH", f"{admin.TENANTS_URL}/{{tenant}}", admin.update_tenant),
     Operation("DELETE", f"{admin.TENANTS_URL}/{{tenant}}", admin.delete_tenant),
     Operation("POST", f"{admin.TENANTS_URL}/{{tenant}}/keys", admin.create_key),
+    Operation("GET", admin_models.ADMIN_MODELS_URL, admin_models.list_offered),
+    Operation("PUT", f"{admin_models.ADMIN_MODELS_URL}/{{model:path}}", admin_models.offer_model),
+    Operation("DELETE", f"{admin_models.ADMIN_MODELS_URL}/{{model:path}}", admin_models.take_back_model),
     Operation("GET", "/health/live", health.live, limited=False),
     Operation("GET", "/health/ready", health.ready, limited=False),
     Operation("GET", "/metrics", health.metrics, limited=False),

@@ -3,12 +3,17 @@
 from dataclasses import dataclass, field, replace
 
 from schemas.config import CommonConfig, setting
+from schemas.object_store import store_errors
+from schemas.stored_files import MAX_FILE_BYTES, MAX_FILE_LINES
 from schemas.topics import Layout
 
 _MIN_ADMIN_KEY = 32
 _POSITIVE = (
     "replication",
     "min_isr",
+    "store_timeout_s",
+    "max_file_bytes",
+    "max_file_lines",
     "max_body_bytes",
     "max_bodies_bytes",
     "max_header_bytes",
@@ -38,6 +43,13 @@ _POSITIVE = (
 class GatewayConfig(CommonConfig):
     """What a gateway is told."""
 
+    object_store: str = setting(
+        ".headrace/objects",
+        doc="Where files are: a folder, or s3://bucket/prefix with the provider's variables.",
+    )
+    store_timeout_s: float = setting(15.0, doc="Seconds to wait for the object store; then 503.")
+    max_file_bytes: int = setting(MAX_FILE_BYTES, doc="Largest file that is uploaded; above it: 413.")
+    max_file_lines: int = setting(MAX_FILE_LINES, doc="Most lines of a file for a batch; above it: 400.")
     max_body_bytes: int = setting(8 << 20, doc="Largest request body; above it: 413.")
     body_timeout_s: float = setting(30.0, doc="Seconds a client may take to send its body; then 408.")
     max_bodies_bytes: int = setting(1 << 30, doc="Bytes of all bodies being read; above it: 503.")
@@ -96,7 +108,7 @@ class GatewayConfig(CommonConfig):
         return replace(self.layout(), replication=self.replication, min_isr=self.min_isr)
 
     def errors(self) -> list[str]:
-        found = super().errors()
+        found = [*super().errors(), *store_errors(self.object_store)]
         if self.admin_key and len(self.admin_key) < _MIN_ADMIN_KEY:
             found.append(f"HEADRACE_ADMIN_KEY must have at least {_MIN_ADMIN_KEY} characters")
         if self.min_isr > self.replication:

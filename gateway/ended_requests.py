@@ -4,10 +4,11 @@ from collections import deque
 
 from gateway.owned_request import OwnedRequest
 from schemas.records import Completion
-from schemas.stream_state import Run
+from schemas.stream_state import LATE_ADMITTED_MS, Run
 
 _KEPT_MS = 60_000
-_BILLED_MS = 10_000  # by then the bill of an ended request is acked
+# By then the bill of an ended request is acked, and admission says nothing more of it.
+SETTLED_MS = LATE_ADMITTED_MS + 5_000
 
 
 class EndedRequests:
@@ -25,8 +26,7 @@ class EndedRequests:
 
     def put(self, owned: OwnedRequest, clock: int) -> None:
         request_id = owned.request.request_id
-        owned.state.token_ids = []  # its reader may still need them
-        owned.request.prompt_token_ids.clear()
+        owned.drop_tokens()
         self._ended[request_id] = owned
         self._order.append((clock, request_id))
 
@@ -38,7 +38,7 @@ class EndedRequests:
         """Where those begin, in a reply partition, that ended a moment ago."""
         offsets: list[int] = []
         for ended, request_id in reversed(self._order):
-            if clock - ended >= _BILLED_MS:
+            if clock - ended >= SETTLED_MS:
                 break
             owned = self._ended.get(request_id)
             if owned is not None and owned.request.reply_partition == partition:

@@ -5,6 +5,7 @@ from schemas.records import Completion, Failed, Rejected
 from schemas.stream_state import DEADLINE_EXCEEDED
 
 DISCONNECTED = "disconnected"
+REQUEST_TOO_LARGE = "request_too_large"
 # Only who asked for the end sees it: with 409 or 5xx the official clients would ask for the work again.
 _CANCELLED = 410
 _STATUS_OF_FAILURE = {
@@ -12,6 +13,7 @@ _STATUS_OF_FAILURE = {
     "engine_error": 500,
     "cancelled": _CANCELLED,
     DEADLINE_EXCEEDED: 504,
+    REQUEST_TOO_LARGE: 413,
 }
 _CANCELLED_IN_THE_QUEUE = 499
 

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from gateway.exchange import JSON, ClientGoneError, Exchange, Receive, Scope, Send
 from schemas.api.errors import ApiError
 from schemas.api.prepare import MESSAGES_URL
+from schemas.record_size import is_too_large
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,18 @@ _DEFAULT_RETRY_MS = 1_000
 
 def internal_error() -> ApiError:
     return ApiError(500, "internal_error", "the gateway failed; the request id finds it in the log")
+
+
+def broker_unavailable() -> ApiError:
+    return ApiError(503, "broker_unavailable", "Kafka does not answer; try again", None, 1_000)
+
+
+def not_queued(error: Exception, field: str, what: str) -> ApiError:
+    """Of a record that the broker did not ack; `field` is the one that makes such records large."""
+    if is_too_large(error):
+        message = f"{field}: {what} is larger than a record of the log may be"
+        return ApiError(413, "request_too_large", message, field)
+    return ApiError(503, "broker_unavailable", f"{what} could not be queued; try again", None, 1_000)
 
 
 def from_http(error: HTTPException, scope: Scope) -> ApiError:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 
 from gateway.actions import Action, Announce
-from gateway.owned_request import sealed_by_owner
+from gateway.ended_requests import SETTLED_MS
+from gateway.owned_request import OwnedRequest, sealed_by_owner
 from gateway.owner import Owner
 from gateway.replay import RETRY_WAIT_MS
 from schemas.fleet import FleetView
-from schemas.records import Cancellation, Claim, InferenceRequest, Tokens
+from schemas.records import Cancellation, Claim, Failed, InferenceRequest, Tokens
 from schemas.stream_state import Effect, ReplyRecord, Run, StreamState
 
 FORGET_MS = 60_000
@@ -141,7 +142,8 @@ class Estate:
     def take(
         self, found: Found, request: InferenceRequest | None, clock_ms: int, kept_ms: int
     ) -> list[Action]:
-        """A claim, or the bill that the lost owner may not have sent. `request` is what was read back."""
+        """A claim, or what the lost owner may not have sent behind the end: bill and cancels.
+        `request` is what was read back."""
         state = found.state
         if request is None:
             found.settled = True  # no record of it: nothing can be sent or billed
@@ -153,7 +155,7 @@ class Estate:
             stopped = found.stopped_for(request.tenant)
             owned.waived = stopped is not None and stopped.waived
             bill = owned.final_bill(found.ended_at)
-            return [] if bill is None else [bill]
+            return [*_stops(owned), *([] if bill is None else [bill])]
         if not found.is_open or state.owner_epoch is None:
             return []
         if found.may_go_on and not found.is_waited_for(clock_ms):
@@ -163,8 +165,13 @@ class Estate:
         return [Announce(claim, found.reply_partition)]
 
     def oldest(self, partition: int) -> int | None:
-        """Where the first request begins that is open in a reply partition; None when none is."""
-        offsets = [f.first_offset for f in self if f.reply_partition == partition and f.is_open]
+        """Where the first request begins, in a reply partition, that is open or has ended a moment ago."""
+        offsets = [
+            found.first_offset
+            for found in self
+            if found.reply_partition == partition
+            and (found.is_open or self.fed_clock - found.seen_clock < SETTLED_MS)
+        ]
         return min(offsets, default=None)
 
     def forget(self, clock_ms: int) -> None:
@@ -202,3 +209,11 @@ class Estate:
             return False
         slot = self.slot if state.owner_slot is None else state.owner_slot
         return state.owner_epoch == self._owner.epoch or lost(slot, state.owner_epoch)
+
+
+def _stops(owned: OwnedRequest) -> list[Action]:
+    """Runs that go on for nobody, of a request that is over."""
+    end, attempt = owned.state.end, owned.state.attempt
+    if isinstance(end, Failed):
+        return [owned.cancellation(end.code)]
+    return [owned.stray_cancellation(run, attempt) for run in sorted(owned.state.strays)]

@@ -43,6 +43,7 @@ async def respond_when_bound(
         if all(reader.bound or reader.end is not None for reader in readers):
             break
         await Reader.wait_any(readers)
+    await Reader.all_heard(readers)
     task = asyncio.current_task()
     assert task is not None
     for reader in readers:
@@ -95,7 +96,11 @@ def _push(writer: StreamWriter, reader: StreamReader, text_frame: Callable[[str,
     """Writes new text at once: a task to wake and a coroutine to send cost more than all else of a token."""
     if reader.end is not None or reader.disconnected or not writer.ready:
         return False
-    body = b"".join([text_frame(text, position) for text, position in reader.take()])
+    pieces = reader.take()
+    if len(pieces) == 1:  # nearly always
+        body = text_frame(*pieces[0])
+    else:
+        body = b"".join([text_frame(text, position) for text, position in pieces])
     if body:
         writer.write(body)
     return not reader.has_more

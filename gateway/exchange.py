@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from gateway.idempotency import KeyedBody
@@ -16,7 +16,9 @@ Send = Callable[[Message], Awaitable[None]]
 HeaderPairs = Iterable[tuple[bytes, bytes]]
 
 JSON = (b"content-type", b"application/json")
-_STREAM_HEADER = b"x-headrace-stream"
+STREAM_HEADER = b"x-headrace-stream"
+# Less than this in the time that a body has is no progress.
+_PROGRESS_BYTES = 65_536
 
 
 class ClientGoneError(Exception):
@@ -70,6 +72,13 @@ class Exchange:
         return not self._reads_body and self.headers.get(b"expect", b"").lower() == b"100-continue"
 
     @property
+    def base_url(self) -> str:
+        """Of this API as the client spells it, as far as this process can know."""
+        host = self.headers.get(b"host", b"").decode("latin-1")
+        scheme = self.headers.get(b"x-forwarded-proto", b"").decode("latin-1")
+        return f"{scheme if scheme in ('http', 'https') else 'http'}://{host}" if host else ""
+
+    @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started_at
 
@@ -79,31 +88,50 @@ class Exchange:
         return self._started_at
 
     async def read_body(self, limit: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
-        """The whole body. Raises ApiError 413 above `limit` bytes, 408 when it is late, ClientGoneError, and
-        what `take` raises, which is told the size of each piece."""
+        """The whole body, within `timeout_s`. Raises what `body_pieces` raises, and what `take` raises, which
+        is told the size of each piece."""
+        parts: list[bytes] = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for part in self.body_pieces(limit, timeout_s):
+                    take(len(part))
+                    parts.append(part)
+        except TimeoutError:
+            raise _late(timeout_s) from None
+        return b"".join(parts)
+
+    async def body_pieces(self, limit: int, timeout_s: float) -> AsyncIterator[bytes]:
+        """The body as it comes in. Raises ApiError 413 above `limit` bytes, 408 where no 64 KiB come within
+        `timeout_s` (the caller's own time does not count), ClientGoneError."""
         too_large = ApiError(413, "body_too_large", f"the body is larger than {limit} bytes")
         declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared[:20]) > limit:
             raise too_large
         self._reads_body = True
-        parts: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
+        loop = asyncio.get_running_loop()
+        size = since = 0
+        due = loop.time() + timeout_s
+        while True:
+            try:
+                async with asyncio.timeout_at(due):
                     message = await self._receive()
-                    if message["type"] != "http.request":
-                        raise ClientGoneError
-                    part = message.get("body", b"")
-                    size += len(part)
-                    if size > limit:
-                        raise too_large
-                    take(len(part))
-                    parts.append(part)
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
-        except TimeoutError:
-            raise ApiError(408, "body_timeout", f"the body did not arrive within {timeout_s:g} s") from None
+            except TimeoutError:
+                raise _late(timeout_s) from None
+            if message["type"] != "http.request":
+                raise ClientGoneError
+            part: bytes = message.get("body", b"")
+            size += len(part)
+            since += len(part)
+            if size > limit:
+                raise too_large
+            begin = loop.time()
+            yield part
+            if not message.get("more_body", False):
+                return
+            if since < _PROGRESS_BYTES:
+                due += loop.time() - begin
+            else:
+                since, due = 0, loop.time() + timeout_s
 
     async def disconnected(self) -> None:
         """Returns when the client is gone. Call it after the body was read."""
@@ -114,7 +142,7 @@ class Exchange:
         """Sends the status and headers, x-request-id and openai-processing-ms among them."""
         self.status = status
         if self.streams is not None:
-            self.extra_headers.append((_STREAM_HEADER, self.streams().encode()))
+            self.extra_headers.append((STREAM_HEADER, self.streams().encode()))
         if self.late_headers is not None:
             self.extra_headers += self.late_headers()
         await self.send(
@@ -134,3 +162,7 @@ class Exchange:
         """A whole response."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self.send({"type": "http.response.body", "body": body})
+
+
+def _late(timeout_s: float) -> ApiError:
+    return ApiError(408, "body_timeout", f"the body did not arrive within {timeout_s:g} s")

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
@@ -13,7 +12,9 @@ from gateway.estate import Estate
 from gateway.outbox import Outbox
 from gateway.owner import Owner
 from gateway.reply_offsets import committed, reply_consumer, reply_topics
+from gateway.turn import Turn
 from schemas.records import Cancellation, Tokens
+from schemas.stop_client import stop_client
 from schemas.stream_state import ReplyRecord
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ _STOP_S = 5.0
 _AGAIN_S = 1.0
 _LOOK_S = 0.02
 _POLL_MS = 100
-_BATCH_RECORDS = 200  # some ms of decoding: this gateway's own streams wait no longer
+_BATCH_RECORDS = 200
 
 
 class Following:
@@ -66,8 +67,7 @@ class Following:
                     extra={"gateway_slot": self.estate.slot, "error": repr(e)},
                 )
             finally:
-                with suppress(TimeoutError, KafkaError):
-                    await asyncio.wait_for(consumer.stop(), _STOP_S)
+                await stop_client(consumer, _STOP_S)
             await asyncio.sleep(_AGAIN_S)
 
     async def at_end(self) -> None:
@@ -93,10 +93,12 @@ class Following:
         commit_at = time.monotonic() + COMMIT_S
         while True:
             batches = await consumer.getmany(timeout_ms=_POLL_MS, max_records=_BATCH_RECORDS)
+            turn = Turn()
             for partition, messages in batches.items():
                 for message in messages:
                     self._give(await self._decode(message), message)
                     self._positions[partition] = message.offset + 1
+                    await turn.take_turns()
             self.caught_up = all(consumer.highwater(p) in (None, self._positions[p]) for p in partitions)
             if time.monotonic() >= commit_at:
                 commit_at = time.monotonic() + COMMIT_S

@@ -64,9 +64,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         limits: HttpLimits,
+        writes: stream_writer.WriteBatch,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
+        self._writes = writes
         self._deadline: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
         self._in_head = False
@@ -167,7 +169,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
         scope: dict[str, Any] = cycle.scope  # type: ignore[assignment]
-        scope[stream_writer.KEY] = stream_writer.StreamWriter(cycle)
+        scope[stream_writer.KEY] = stream_writer.StreamWriter(cycle, self._writes)
         super()._start_asgi_task(cycle, app)
 
     # The parser's callbacks

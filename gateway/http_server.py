@@ -58,7 +58,7 @@ def _protocol(serving: Serving) -> type[asyncio.Protocol]:
         on_status=serving.metrics.on_status,
     )
     # uvicorn calls it, as it would the class.
-    return cast("type[asyncio.Protocol]", partial(BoundedHttpProtocol, limits=limits))
+    return cast("type[asyncio.Protocol]", partial(BoundedHttpProtocol, limits=limits, writes=serving.writes))
 
 
 def listen(config: GatewayConfig) -> socket.socket:

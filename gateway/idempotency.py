@@ -38,6 +38,13 @@ def has_key(headers: Mapping[bytes, bytes]) -> bool:
     return _HEADER in headers
 
 
+def refuse_key(headers: Mapping[bytes, bytes]) -> None:
+    """Where a request made twice makes two. Raises ApiError 400."""
+    if has_key(headers):
+        message = "Idempotency-Key: not served here; what was made twice can be cancelled or deleted"
+        raise ApiError(400, "unsupported_field", message, "Idempotency-Key")
+
+
 def keyed_body(headers: Mapping[bytes, bytes], path: str, body: bytes) -> KeyedBody | None:
     """None without the header. `body` is JSON. Raises ApiError 400.
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from gateway.actions import Action, Announce, Reply, SendRequest
 from gateway.attendance import abandoned
-from gateway.ends import error_of
+from gateway.ends import REQUEST_TOO_LARGE, error_of
 from gateway.owned_request import ENGINE_FAULT, OwnedRequest
 from gateway.replay import RETRY_WAIT_MS
 from gateway.resend import MAX_RESENDS, should_send_again
@@ -81,6 +81,9 @@ class Lifecycle:
             return self.abandon(owned, "disconnected")
         if run is not None:
             return self._check_run(owned, run, view)
+        if owned.oversized:
+            message = "the request and the output that it has are larger than a record of the log may be"
+            return self._fail(owned, REQUEST_TOO_LARGE, message)
         status = admission.get(owned.partition)
         if status is None or owned.offset is None or owned.cancelled is not None:
             return []
@@ -215,9 +218,15 @@ class Lifecycle:
         if self.owns(owned):
             if isinstance(end, Failed):
                 actions.append(owned.cancellation(end.code))
-            bill = owned.final_bill(timestamp_ms)
-            actions += [] if bill is None else [bill]
+            owned.ended_at = timestamp_ms
+            self._seal(owned, actions)
         self._tell_end(owned)
+
+    def _seal(self, owned: OwnedRequest, actions: list[Action]) -> None:
+        bill = None if owned.sealed else owned.final_bill(owned.ended_at)
+        if bill is not None:
+            owned.sealed = True
+            actions.append(bill)
 
     def _tell_end(self, owned: OwnedRequest) -> None:
         end = owned.state.end
@@ -230,6 +239,10 @@ class Lifecycle:
         owned.over = True
 
     def cancel_stray(self, owned: OwnedRequest, run: Run, attempt: int, actions: list[Action]) -> None:
+        if owned.over and attempt == owned.state.attempt and self.owns(owned):
+            # It writes a row as well, which may rank above that of the run that counts.
+            owned.state.strays.add(run)
+            self._seal(owned, actions)
         last = owned.stray_cancels.get(run)
         if last is not None and self.clock - last < _STRAY_CANCEL_MS:
             return

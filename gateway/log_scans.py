@@ -13,7 +13,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
@@ -25,6 +24,8 @@ from gateway.replay import Replay, StreamFold
 from schemas import topics
 from schemas.api.errors import ApiError
 from schemas.fleet import CONSUMER_SETTINGS
+from schemas.kafka_login import client_settings
+from schemas.stop_client import stop_client
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class LogScans:
 
     async def _run(self, scan: PartitionScan) -> None:
         settings = {**CONSUMER_SETTINGS, "retry_backoff_ms": _RETRY_BACKOFF_MS}
-        consumer = AIOKafkaConsumer(bootstrap_servers=self._bootstrap_servers, **settings)
+        consumer = AIOKafkaConsumer(**client_settings(self._bootstrap_servers), **settings)
         try:
             await self._read_log(scan, consumer)
         except OffsetOutOfRangeError:
@@ -176,8 +177,7 @@ class LogScans:
         finally:
             # No one may join what reads no more.
             self._scans.pop(scan, None)
-            with suppress(TimeoutError, KafkaError):
-                await asyncio.wait_for(consumer.stop(), _STOP_S)
+            await stop_client(consumer, _STOP_S)
 
     async def _read_log(self, scan: PartitionScan, consumer: AIOKafkaConsumer) -> None:
         partition = TopicPartition(topics.TOKENS, scan.partition)

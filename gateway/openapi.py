@@ -9,14 +9,44 @@ from typing import Any
 
 import msgspec
 
-from gateway.openapi_operations import DESCRIBED, EVENT, PARAMETERS, STATUS, TEXT, Described, answer_object
+from gateway.api.online import MAX_TOKENS_HEADER, MODEL_HEADER
+from gateway.exchange import STREAM_HEADER
+from gateway.openapi_batches import DESCRIBED_BATCHES
+from gateway.openapi_described import TEXT, Described, answer_object
+from gateway.openapi_files import DESCRIBED_FILES
+from gateway.openapi_operations import DESCRIBED, EVENT, PARAMETERS, STATUS
+from gateway.rate_headers import rate_header_objects
 from schemas.api.prepare import MESSAGES_URL
 from schemas.api.refusals import REFUSALS
 
+ALL_DESCRIBED = {**DESCRIBED, **DESCRIBED_FILES, **DESCRIBED_BATCHES}
 _SCHEMAS = "#/components/schemas/{name}"
 # Of batches, or between processes: no client of these paths is told them.
-_NOT_HERE = frozenset({"invalid_avro", "batch_expired", "undecodable_record", "enqueued_tokens_exceeded"})
+_NOT_HERE = frozenset(
+    {
+        "invalid_avro",
+        "batch_expired",
+        "undecodable_record",
+        "enqueued_tokens_exceeded",
+        "line_too_long",
+        "duplicate_custom_id",
+        "input_file_changed",
+    }
+)
 _NOT_TO_CLIENTS = 499
+# What an answer says of how it is served.
+_SERVED: dict[str, Any] = {
+    STREAM_HEADER.decode(): {
+        "description": "Where the stream is read again, of each choice.",
+        "required": True,
+        "schema": TEXT,
+    },
+    MODEL_HEADER.decode(): {"description": "The model that serves; a fallback may.", "schema": TEXT},
+    MAX_TOKENS_HEADER.decode(): {
+        "description": "Output tokens at most, where there are fewer than were asked for.",
+        "schema": {"type": "integer", "minimum": 1},
+    },
+}
 
 
 @functools.cache
@@ -27,9 +57,9 @@ def openapi_json() -> bytes:
 
 def document() -> dict[str, Any]:
     paths: dict[str, Any] = {}
-    for (method, path), described in DESCRIBED.items():
+    for (method, path), described in ALL_DESCRIBED.items():
         paths.setdefault(path, {})[method.lower()] = _operation(method, path, described)
-    bodies = [each.body for each in DESCRIBED.values() if each.body is not None]
+    bodies = [each.body for each in ALL_DESCRIBED.values() if each.body is not None]
     _, schemas = msgspec.json.schema_components(bodies, ref_template=_SCHEMAS)
     return {
         "openapi": "3.1.0",
@@ -66,6 +96,11 @@ def _operation(method: str, path: str, described: Described) -> dict[str, Any]:
             "required": described.body_required,
             "content": {"application/json": {"schema": schema}},
         }
+    if described.form is not None:
+        operation["requestBody"] = {
+            "required": described.body_required,
+            "content": {"multipart/form-data": {"schema": described.form}},
+        }
     return operation
 
 
@@ -84,10 +119,16 @@ def _responses(path: str, described: Described) -> dict[str, Any]:
         content["application/json"] = {"schema": described.answer}
     if described.sse:
         content["text/event-stream"] = {"schema": EVENT}
+    if described.jsonl:
+        content["application/x-jsonl"] = {"schema": TEXT}
     if path == "/metrics":
         content["text/plain"] = {"schema": TEXT}
     if content:
         found[str(described.status)] = {"description": described.summary, "content": content}
+    if described.runs:
+        limits = rate_header_objects(anthropic=path.startswith(MESSAGES_URL))
+        found[str(described.status)]["headers"] = limits | _SERVED
+        found["429"]["headers"] |= limits
     if path == "/health/ready":
         # Who asks is a load balancer, and not told in the form of an API.
         found["503"] = {"description": "not ready", "content": {"application/json": {"schema": STATUS}}}

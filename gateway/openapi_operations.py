@@ -3,98 +3,76 @@
 openapi.py makes the document of it.
 """
 
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import Any
 
 from gateway.api.admin import TENANTS_URL
+from gateway.api.admin_models import ADMIN_MODELS_URL
+from gateway.api.files import ORDERS, PURPOSES
 from gateway.api.stream_tokens import TokenBody
+from gateway.openapi_described import (
+    ALWAYS,
+    COUNT,
+    RUNNING,
+    TEXT,
+    WITH_BODY,
+    WITH_KEY,
+    Described,
+    answer_object,
+    json_object,
+    list_of,
+    one,
+)
 from schemas.api.bodies import ChatCompletionBody, GenerateBody
 from schemas.api.completions import CompletionBody
 from schemas.api.messages import COUNT_TOKENS_URL, CountTokensBody, MessagesBody
+from schemas.api.model_admin import ModelOffer
 from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, GENERATE_URL, MESSAGES_URL
 from schemas.api.responses import RESPONSES_URL, ResponsesBody
 from schemas.api.tenant_admin import NewKey, NewTenant, TenantChange
 from schemas.api.tokenize import DETOKENIZE_URL, TOKENIZE_URL, DetokenizeBody, TokenizeBody
 
 OPENAPI_URL = "/openapi.json"
-TEXT: dict[str, Any] = {"type": "string"}
-_COUNT: dict[str, Any] = {"type": "integer", "minimum": 0}
-_ALWAYS = (400, 408, 431, 500, 503)
-_WITH_KEY = (401, 403, 404)
-_WITH_BODY = (413, 415)
-_RUNNING = (409, 410, 422, 429, 502, 504)
-
-
-def _object(*required: str, **properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "required": list(required), "properties": properties}
-
-
-def _one(value: str) -> dict[str, Any]:
-    return {"const": value}
-
-
-def _list(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items}
-
-
-def answer_object(*required: str, **properties: dict[str, Any]) -> dict[str, Any]:
-    """As `_object`, with all of `properties` required, and `required` of any type."""
-    return _object(*properties, *required, **properties)
-
-
-_OPENAI_MODEL = answer_object("created", id=TEXT, object=_one("model"), owned_by=TEXT, max_model_len=_COUNT)
-_ANTHROPIC_MODEL = answer_object("created_at", id=TEXT, type=_one("model"), display_name=TEXT)
+_OPENAI_MODEL = answer_object("created", id=TEXT, object=one("model"), owned_by=TEXT, max_model_len=COUNT)
+_ANTHROPIC_MODEL = answer_object("created_at", id=TEXT, type=one("model"), display_name=TEXT)
 STATUS = answer_object(status=TEXT)
 _RESPONSE = answer_object(
-    "created_at", "error", "usage", "model", id=TEXT, object=_one("response"), status=TEXT, output=_list({})
+    "created_at", "error", "usage", "model", id=TEXT, object=one("response"), status=TEXT, output=list_of({})
 )
 
 
 # Of one event: tools take the schema of a stream for that of each.
 EVENT = {
-    **_object("id", "data", id=TEXT, event=TEXT, data={**TEXT, "contentMediaType": "application/json"}),
+    **json_object("id", "data", id=TEXT, event=TEXT, data={**TEXT, "contentMediaType": "application/json"}),
     "description": "Server-sent events. An event's id is what Last-Event-ID goes on behind.",
 }
 
 
-class Described(NamedTuple):
-    """`answer`: the schema of a JSON answer, None where there is none. `sse`: it may be a stream of events.
-
-    `parameters` are names of `PARAMETERS`; those of the path need not be named.
-    """
-
-    summary: str
-    answer: dict[str, Any] | None
-    body: type[msgspec.Struct] | None = None
-    sse: bool = False
-    parameters: tuple[str, ...] = ()
-    statuses: tuple[int, ...] = (*_ALWAYS, *_WITH_KEY)
-    status: int = 200
-    public: bool = False
-    body_required: bool = True
-    admin: bool = False
-
-
-_GENERATES = (*_ALWAYS, *_WITH_KEY, *_WITH_BODY, *_RUNNING)
-_COMPUTES = (*_ALWAYS, *_WITH_KEY, *_WITH_BODY)
-_READS = (*_ALWAYS, *_WITH_KEY, *_RUNNING)
-_ADMIN = (*_ALWAYS, 401, 404)
+_GENERATES = (*ALWAYS, *WITH_KEY, *WITH_BODY, *RUNNING)
+_COMPUTES = (*ALWAYS, *WITH_KEY, *WITH_BODY)
+_READS = (*ALWAYS, *WITH_KEY, *RUNNING)
+_ADMIN = (*ALWAYS, 401, 404)
 _TENANT = answer_object(
     "allowed_models",
-    object=_one("tenant"),
+    "budget",
+    "spend",
+    object=one("tenant"),
     name=TEXT,
-    version=_COUNT,
+    version=COUNT,
     tier=TEXT,
     weight={"type": "number"},
     disabled={"type": "boolean"},
     limits={"type": "object"},
-    keys=_list(answer_object(key_id=TEXT, created_at=_COUNT)),
+    keys=list_of(answer_object(key_id=TEXT, created_at=COUNT)),
 )
+_OFFERED_MODEL = answer_object(object=one("model"), id=TEXT, fallback_models=list_of(TEXT), version=COUNT)
 _TENANT_WITH_KEY = {**_TENANT, "required": [*_TENANT["required"], "key"]}
+_NEW_TENANT = {
+    **_TENANT_WITH_KEY,
+    "properties": {**_TENANT["properties"], "kafka": answer_object(user=TEXT, password=TEXT)},
+}
 _RUN_HEADERS = ("X-Headrace-Detach", "X-Headrace-Start", "Idempotency-Key", "traceparent")
-_USAGE = answer_object(input_tokens=_COUNT, cached_tokens=_COUNT, output_tokens=_COUNT)
-_OPENAI_USAGE = answer_object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_USAGE = answer_object(input_tokens=COUNT, cached_tokens=COUNT, output_tokens=COUNT)
+_OPENAI_USAGE = answer_object(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT)
 
 DESCRIBED: dict[tuple[str, str], Described] = {
     ("POST", GENERATE_URL): Described(
@@ -104,16 +82,17 @@ DESCRIBED: dict[tuple[str, str], Described] = {
         sse=True,
         parameters=_RUN_HEADERS,
         statuses=_GENERATES,
+        runs=True,
     ),
     ("POST", CHAT_COMPLETIONS_URL): Described(
         "Chat, as OpenAI's API has it",
         answer_object(
             "created",
             id=TEXT,
-            object=_one("chat.completion"),
+            object=one("chat.completion"),
             model=TEXT,
-            choices=_list(
-                answer_object("finish_reason", "logprobs", index=_COUNT, message={"type": "object"})
+            choices=list_of(
+                answer_object("finish_reason", "logprobs", index=COUNT, message={"type": "object"})
             ),
             usage=_OPENAI_USAGE,
         ),
@@ -121,21 +100,23 @@ DESCRIBED: dict[tuple[str, str], Described] = {
         sse=True,
         parameters=_RUN_HEADERS,
         statuses=_GENERATES,
+        runs=True,
     ),
     ("POST", COMPLETIONS_URL): Described(
         "Complete prompts, as OpenAI's API has it",
         answer_object(
             "created",
             id=TEXT,
-            object=_one("text_completion"),
+            object=one("text_completion"),
             model=TEXT,
-            choices=_list(answer_object("finish_reason", "logprobs", index=_COUNT, text=TEXT)),
+            choices=list_of(answer_object("finish_reason", "logprobs", index=COUNT, text=TEXT)),
             usage=_OPENAI_USAGE,
         ),
         CompletionBody,
         sse=True,
         parameters=_RUN_HEADERS,
         statuses=_GENERATES,
+        runs=True,
     ),
     ("POST", RESPONSES_URL): Described(
         "Create a response, as OpenAI's API has it",
@@ -144,6 +125,7 @@ DESCRIBED: dict[tuple[str, str], Described] = {
         sse=True,
         parameters=_RUN_HEADERS,
         statuses=_GENERATES,
+        runs=True,
     ),
     ("GET", f"{RESPONSES_URL}/{{id}}"): Described(
         "Read a response again",
@@ -155,7 +137,7 @@ DESCRIBED: dict[tuple[str, str], Described] = {
     ("DELETE", f"{RESPONSES_URL}/{{id}}"): Described(
         "Refused: the log keeps a response for its retention time",
         None,
-        statuses=(*_ALWAYS, *_WITH_KEY, 405),
+        statuses=(*ALWAYS, *WITH_KEY, 405),
         status=405,
     ),
     ("POST", f"{RESPONSES_URL}/{{id}}/cancel"): Described("End a response", _RESPONSE, statuses=_READS),
@@ -168,26 +150,27 @@ DESCRIBED: dict[tuple[str, str], Described] = {
             "stop_reason",
             "stop_sequence",
             id=TEXT,
-            type=_one("message"),
-            role=_one("assistant"),
+            type=one("message"),
+            role=one("assistant"),
             model=TEXT,
-            content=_list(answer_object("type")),
-            usage=_object("input_tokens", "output_tokens"),
+            content=list_of(answer_object("type")),
+            usage=json_object("input_tokens", "output_tokens"),
         ),
         MessagesBody,
         sse=True,
         parameters=_RUN_HEADERS,
         statuses=_GENERATES,
+        runs=True,
     ),
     ("POST", COUNT_TOKENS_URL): Described(
         "Count the tokens of messages",
-        answer_object(input_tokens=_COUNT),
+        answer_object(input_tokens=COUNT),
         CountTokensBody,
         statuses=_COMPUTES,
     ),
     ("POST", TOKENIZE_URL): Described(
         "Text to token ids",
-        answer_object(count=_COUNT, max_model_len=_COUNT, tokens=_list(_COUNT)),
+        answer_object(count=COUNT, max_model_len=COUNT, tokens=list_of(COUNT)),
         TokenizeBody,
         statuses=_COMPUTES,
     ),
@@ -202,11 +185,11 @@ DESCRIBED: dict[tuple[str, str], Described] = {
         statuses=_READS,
     ),
     ("DELETE", "/v1/streams/{id}"): Described(
-        "End a request", answer_object(id=TEXT, object=_one("stream"), status=TEXT), status=202
+        "End a request", answer_object(id=TEXT, object=one("stream"), status=TEXT), status=202
     ),
     ("POST", "/v1/streams/{id}/token"): Described(
         "Make a URL that reads a stream without a key",
-        answer_object(object=_one("stream.token"), token=TEXT, expires_at=_COUNT, url=TEXT),
+        answer_object(object=one("stream.token"), token=TEXT, expires_at=COUNT, url=TEXT),
         TokenBody,
         statuses=_COMPUTES,
         body_required=False,
@@ -215,9 +198,9 @@ DESCRIBED: dict[tuple[str, str], Described] = {
         "List the models, as OpenAI's API has it; with `anthropic-version` as Anthropic's",
         {
             "anyOf": [
-                answer_object(object=_one("list"), data=_list(_OPENAI_MODEL)),
+                answer_object(object=one("list"), data=list_of(_OPENAI_MODEL)),
                 answer_object(
-                    "first_id", "last_id", has_more={"type": "boolean"}, data=_list(_ANTHROPIC_MODEL)
+                    "first_id", "last_id", has_more={"type": "boolean"}, data=list_of(_ANTHROPIC_MODEL)
                 ),
             ]
         },
@@ -228,13 +211,13 @@ DESCRIBED: dict[tuple[str, str], Described] = {
     ),
     ("GET", TENANTS_URL): Described(
         "List the tenants",
-        answer_object(object=_one("list"), data=_list(_TENANT)),
+        answer_object(object=one("list"), data=list_of(_TENANT)),
         statuses=_ADMIN,
         admin=True,
     ),
     ("POST", TENANTS_URL): Described(
-        "Make a tenant; its API key is told once",
-        _TENANT_WITH_KEY,
+        "Make a tenant; its API key is told once, and where Kafka asks for a login that of its clients",
+        _NEW_TENANT,
         NewTenant,
         statuses=(*_ADMIN, 409, 413),
         status=201,
@@ -254,7 +237,7 @@ DESCRIBED: dict[tuple[str, str], Described] = {
     ),
     ("DELETE", f"{TENANTS_URL}/{{tenant}}"): Described(
         "Delete a tenant",
-        answer_object(object=_one("tenant"), name=TEXT, deleted={"const": True}),
+        answer_object(object=one("tenant"), name=TEXT, deleted={"const": True}),
         parameters=("If-Match",),
         statuses=(*_ADMIN, 412),
         admin=True,
@@ -269,13 +252,35 @@ DESCRIBED: dict[tuple[str, str], Described] = {
         admin=True,
         body_required=False,
     ),
-    ("GET", "/health/live"): Described("This process runs", STATUS, statuses=_ALWAYS, public=True),
-    ("GET", "/health/ready"): Described(
-        "Requests may be sent here; 503 with the reasons if not", STATUS, statuses=_ALWAYS, public=True
+    ("GET", ADMIN_MODELS_URL): Described(
+        "List the models that were offered while all run",
+        answer_object(object=one("list"), data=list_of(_OFFERED_MODEL)),
+        statuses=_ADMIN,
+        admin=True,
     ),
-    ("GET", "/metrics"): Described("Prometheus metrics", None, statuses=_ALWAYS, public=True),
+    ("PUT", f"{ADMIN_MODELS_URL}/{{model}}"): Described(
+        "Offer a model of the catalogue, and say which serve for it under overload",
+        _OFFERED_MODEL,
+        ModelOffer,
+        parameters=("If-Match",),
+        statuses=(*_ADMIN, 412, 413),
+        admin=True,
+        body_required=False,
+    ),
+    ("DELETE", f"{ADMIN_MODELS_URL}/{{model}}"): Described(
+        "Take the offer of a model back",
+        answer_object(object=one("model"), id=TEXT, deleted={"const": True}),
+        parameters=("If-Match",),
+        statuses=(*_ADMIN, 412),
+        admin=True,
+    ),
+    ("GET", "/health/live"): Described("This process runs", STATUS, statuses=ALWAYS, public=True),
+    ("GET", "/health/ready"): Described(
+        "Requests may be sent here; 503 with the reasons if not", STATUS, statuses=ALWAYS, public=True
+    ),
+    ("GET", "/metrics"): Described("Prometheus metrics", None, statuses=ALWAYS, public=True),
     ("GET", OPENAPI_URL): Described(
-        "This document", answer_object("paths", openapi=TEXT), statuses=_ALWAYS, public=True
+        "This document", answer_object("paths", openapi=TEXT), statuses=ALWAYS, public=True
     ),
 }
 
@@ -297,6 +302,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "stream": {"in": "query", "schema": {"type": "boolean"}},
     "token": {"in": "query", "schema": TEXT},
     "limit": {"in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 1_000}},
+    "after": {"in": "query", "schema": TEXT},
+    "order": {"in": "query", "schema": {"enum": list(ORDERS)}},
+    "purpose": {"in": "query", "schema": {"enum": list(PURPOSES)}},
     "after_id": {"in": "query", "schema": TEXT},
     "before_id": {"in": "query", "schema": TEXT},
 }

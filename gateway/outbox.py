@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from aiokafka import AIOKafkaProducer
@@ -20,7 +19,11 @@ from schemas import topics
 from schemas.codec import encode
 from schemas.fleet import HEARTBEAT_PRODUCER_SETTINGS, PRODUCER_SETTINGS
 from schemas.headers import Headers, ReplyTo, reply_headers
+from schemas.kafka_login import client_settings
+from schemas.lasting_producer import lasting
+from schemas.record_size import is_too_large
 from schemas.records import Described, Heartbeat, InferenceRequest
+from schemas.stop_client import stop_client
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +45,10 @@ class Outbox:
     """`on_sent(owned, offset)` is called when a request sent again has been acked."""
 
     def __init__(self, bootstrap_servers: str, on_sent: Callable[[OwnedRequest, int], None]) -> None:
-        self.requests = AIOKafkaProducer(bootstrap_servers=bootstrap_servers, **PRODUCER_SETTINGS)
-        self._usage = AIOKafkaProducer(bootstrap_servers=bootstrap_servers, **PRODUCER_SETTINGS)
+        self.requests = lasting(AIOKafkaProducer(**client_settings(bootstrap_servers), **PRODUCER_SETTINGS))
+        self._usage = lasting(AIOKafkaProducer(**client_settings(bootstrap_servers), **PRODUCER_SETTINGS))
         self._heartbeats = AIOKafkaProducer(
-            bootstrap_servers=bootstrap_servers, **HEARTBEAT_PRODUCER_SETTINGS
+            **client_settings(bootstrap_servers), **HEARTBEAT_PRODUCER_SETTINGS
         )
         self._on_sent = on_sent
         self._queue: deque[Action] = deque()
@@ -63,9 +66,7 @@ class Outbox:
         if self._queue or self._unacked:
             log.error("stopping with records unsent", extra={"count": len(self._queue) + self._unacked})
         for producer in (self._heartbeats, self._usage, self.requests):
-            # aiokafka's stop() flushes, and waits for ever for a broker that is away.
-            with suppress(TimeoutError, KafkaError):
-                await asyncio.wait_for(producer.stop(), _STOP_S)
+            await stop_client(producer, _STOP_S)
 
     def put(self, actions: Iterable[Action]) -> None:
         """Queues what the owner wants done; returns at once."""
@@ -107,6 +108,10 @@ class Outbox:
                     async with asyncio.timeout(_SEND_S):
                         await self._send(action)
                 except (TimeoutError, KafkaError) as e:
+                    if _is_for_good(action, e):
+                        self._queue.popleft()
+                        self._acked.set()
+                        continue
                     # The broker is away: send() did not take it, so the order still holds on the next try.
                     log.warning("Kafka does not take records", extra={"error": repr(e)})
                     await asyncio.sleep(_RETRY_S)
@@ -153,19 +158,26 @@ class Outbox:
         )
         self._unacked += 1
 
-        def done(future: "asyncio.Future[object]") -> None:
+        def again() -> None:
             self._unacked -= 1
-            self._acked.set()
-            if future.cancelled():
-                return
-            error = future.exception()
-            if error is not None:
+            self.put([action])
+
+        def done(future: "asyncio.Future[object]") -> None:
+            if not future.cancelled() and (error := future.exception()) is not None:
+                if _is_for_good(action, error):
+                    self._unacked -= 1
+                    self._acked.set()
+                    return
                 # All records here may come twice: the fold, the workers and the ledger count them once.
                 log.error(
                     "Kafka lost a record; sent again", extra={"topic": record.topic, "error": repr(error)}
                 )
-                self.put([action])
-            elif isinstance(action, SendRequest):
+                # Behind a pause: what is refused once may be refused for long.
+                asyncio.get_running_loop().call_later(_RETRY_S, again)
+                return
+            self._unacked -= 1
+            self._acked.set()
+            if not future.cancelled() and isinstance(action, SendRequest):
                 self._on_sent(action.owned, future.result().offset)  # type: ignore[attr-defined]
 
         acked.add_done_callback(done)
@@ -179,6 +191,15 @@ async def _start(producer: AIOKafkaProducer) -> None:
         except KafkaError as e:
             log.info("waiting for Kafka", extra={"error": repr(e)})
             await asyncio.sleep(_START_RETRY_S)
+
+
+def _is_for_good(action: Action, error: BaseException) -> bool:
+    """Whether another try of a request is of no use: its owner ends it."""
+    if not isinstance(action, SendRequest) or not is_too_large(error):
+        return False
+    log.error("a request is too large", extra={"request_id": action.owned.request.request_id})
+    action.owned.oversized = True
+    return True
 
 
 def _request_record(owned: OwnedRequest) -> _Record:

@@ -38,11 +38,12 @@ class OwnedRequest:
     that was another owner's: until `kept_until` its clients may come back. Of one that is another's now:
     `claimed_from` is the owner that it is being claimed from, `ended_clock` when an attempt ended early.
     `told_why`: the log says why it was cancelled, or need not.
+    `oversized`: no record of the log holds it with the output that it has.
     `waived`: what it did costs nothing. `described`: it is stored, to be asked for again; `description` is
     what was stored. `stream_id` is where its answer is read, "" of one that was not accepted here. `joined`:
     another request with its Idempotency-Key was first, and it is that one's answer that is shown.
-    `rate_limits`: what its tenant has left, as admission last said. `capped`: admission lets it have fewer
-    output tokens than its client asked for, and `request` says how many.
+    `rate_limits`: what its tenant has left, as admission last said. `ended_at`: broker time (ms) of its end.
+    `sealed`: its owner has written its row. `counted`: prompt and output tokens, once their ids are dropped.
     """
 
     request: InferenceRequest
@@ -66,6 +67,10 @@ class OwnedRequest:
     kept_until: int = 0
     claimed_from: int | None = None
     ended_clock: int | None = None
+    ended_at: int = 0
+    sealed: bool = False
+    counted: tuple[int, int] | None = None
+    oversized: bool = False
     waived: bool = False
     described: bool = False
     told_why: bool = False
@@ -73,7 +78,6 @@ class OwnedRequest:
     description: str | None = None
     joined: Joined | None = None
     rate_limits: list[RateLimit] = field(default_factory=list)
-    capped: bool = False
     stray_cancels: dict[Run, int] = field(default_factory=dict)
 
     @property
@@ -114,11 +118,12 @@ class OwnedRequest:
         self.offset = self.read_clock = self.sign_clock = self.stalled_clock = None
         self.resends = 0
 
-    def cap(self, max_tokens: int) -> None:
-        """Lets it have no more output tokens, now and in attempts to come."""
-        self.capped = True
-        sampling = replace(self.request.sampling, max_tokens=max_tokens)
-        self.request = replace(self.request, sampling=sampling)
+    def cap(self) -> None:
+        """Lets it have no more output tokens than admission does, now and in attempts to come."""
+        granted = self.state.max_tokens
+        if granted is not None and granted < self.request.sampling.max_tokens:
+            sampling = replace(self.request.sampling, max_tokens=granted)
+            self.request = replace(self.request, sampling=sampling)
 
     def cancellation(self, reason: str) -> Cancel:
         """Stops all attempts so far; while no run is bound, admission has to hear of it too."""
@@ -144,6 +149,7 @@ class OwnedRequest:
         request, run = self.request, self.state.run
         billed = billed and not self.waived
         has_run = billed and (run is not None or self.state.attempt > 1)
+        prompt, output = self.counted or (len(request.prompt_token_ids), len(self.state.token_ids))
         usage = Usage(
             request_id=request.request_id,
             attempt=self.state.attempt,
@@ -151,9 +157,9 @@ class OwnedRequest:
             tenant=request.tenant,
             priority=request.priority,
             model=self.state.model or request.model,
-            input_tokens=len(request.prompt_token_ids) if has_run else 0,
+            input_tokens=prompt if has_run else 0,
             cached_tokens=cached_tokens if billed else 0,
-            output_tokens=len(self.state.token_ids) if billed else 0,
+            output_tokens=output if billed else 0,
             finish_reason=finish_reason,
             accepted_at=request.accepted_at,
             ended_at=ended_at,
@@ -177,6 +183,13 @@ class OwnedRequest:
                 reason = "cancelled" if end.code == "cancelled" else "error"
                 return self.sealed_usage(reason, ended_at, billed=end.code != ENGINE_FAULT)
         return None
+
+    def drop_tokens(self) -> None:
+        """It is over: their number is enough. Its reader may still need the list."""
+        prompt = self.request.prompt_token_ids
+        self.counted = len(prompt), len(self.state.token_ids)
+        self.state.token_ids = []
+        prompt.clear()
 
     def _cancel(self, reason: str, attempt: int, run: Run | None, *, may_wait: bool) -> Cancel:
         record = Cancellation(

@@ -90,7 +90,9 @@ class Owner:
     ) -> OwnedRequest:
         """A request that was another owner's; nobody reads it through this object."""
         partition = topics.tenant_partition(request.tenant, request.priority, self._shards)
-        return OwnedRequest(request, partition, None, state, traceparent, first_offset=first_offset)
+        owned = OwnedRequest(request, partition, None, state, traceparent, first_offset=first_offset)
+        owned.cap()
+        return owned
 
     def adopt(
         self, owned: OwnedRequest, timestamp_ms: int, kept_ms: int, stopped: Cancellation | None
@@ -256,9 +258,7 @@ class Owner:
         run, attempt = None, found.state.attempt
         if isinstance(record, Dispatched):
             run, attempt = Run(record.slot, record.epoch), record.attempt
-            state = found.state
-            if record.max_tokens is not None and (state.run, state.attempt) == (run, attempt):
-                found.cap(record.max_tokens)
+            found.cap()
         self._on_effect(found, effect, run, attempt, timestamp_ms, actions)
         return actions
 

@@ -1,12 +1,11 @@
 """One reading of a reply partition, for all streams that are read from it."""
 
-import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from aiokafka import ConsumerRecord
 
 from gateway.replay import StreamFold
+from gateway.turn import Turn
 from schemas.api.errors import ApiError
 from schemas.codec import default_codec
 from schemas.records import Cancellation, Claim, Described, Tokens
@@ -16,8 +15,6 @@ TICK_S = 0.1
 # A client that polls, or has lost its connection, comes back within this; until then its stream is read on.
 FOLLOW_S = 60.0
 
-# The live streams' records wait no longer for one that reads what lies far behind.
-_TURN_S = 0.002
 # To look for an id takes 0.1 to 0.4 us, to decode a step of 1, 16, 64 sequences 4, 30, 112 us (2-core CI
 # machine): for one id 1.5 us are left of that. For more ids than this in so many bytes decoding is cheaper.
 _BYTES_AN_ID = 4
@@ -105,15 +102,13 @@ class PartitionScan:
         others: Iterable["PartitionScan"],
     ) -> None:
         """The next records, up to where one of `others` (same partition) stands: it takes over there."""
-        now = time.monotonic()
+        turn = Turn()
         for message in messages:
             record = await decode(message) if self._concerns(message.value or b"") else None
             if self._meet(others, message.offset):
                 return
-            self.on_record(record, message.offset, message.timestamp, now)
-            if time.monotonic() - now >= _TURN_S:
-                await asyncio.sleep(0)
-                now = time.monotonic()
+            self.on_record(record, message.offset, message.timestamp, turn.now)
+            await turn.take_turns()
         if self.position is not None:
             self._meet(others, self.position)
 

@@ -16,9 +16,12 @@ import secrets
 import struct
 from typing import NamedTuple
 
+from schemas.api.tool_calls import CHAT_CALL, MESSAGE_CALL
+
 _VERSION = 1
 _MAY_BE_CUT = 1
 _DESCRIBED = 2
+_CALL_PREFIXES = {"": 0, CHAT_CALL: 4, MESSAGE_CALL: 8}
 # Version, flags, class, partition, first offset, hash of the model's name, request_id.
 _LAYOUT = struct.Struct(">BBBHQ4s16s")
 # Makes 48 bytes: base64 without padding and without spare bits, so an id has one spelling.
@@ -31,7 +34,8 @@ class PublicId(NamedTuple):
 
     `priority` is the class it was asked for in, which the reply partition does not say. `model_hash` is
     `hash_model` of the model whose tokenizer made the prompt. `may_be_cut`: the request names stop strings.
-    `described`: a `Described` lies there too, so that the API's own answer can be made again.
+    `described`: a `Described` lies there too, so that the API's own answer can be made again. `call_prefix`:
+    how the ids of its tool calls begin; empty where the output is not read for any.
     """
 
     reply_partition: int
@@ -41,6 +45,7 @@ class PublicId(NamedTuple):
     model_hash: bytes
     may_be_cut: bool
     described: bool = False
+    call_prefix: str = ""
 
 
 class NotAnIdError(ValueError):
@@ -66,7 +71,9 @@ class PublicIds:
         """64 characters of A-Z, a-z, 0-9, '-' and '_'."""
         packed = _LAYOUT.pack(
             _VERSION,
-            (_MAY_BE_CUT if public_id.may_be_cut else 0) | (_DESCRIBED if public_id.described else 0),
+            (_MAY_BE_CUT if public_id.may_be_cut else 0)
+            | (_DESCRIBED if public_id.described else 0)
+            | _CALL_PREFIXES[public_id.call_prefix],
             public_id.priority,
             public_id.reply_partition,
             public_id.first_offset,
@@ -87,7 +94,10 @@ class PublicIds:
         if version != _VERSION:
             raise NotAnIdError
         may_be_cut, described = bool(flags & _MAY_BE_CUT), bool(flags & _DESCRIBED)
-        return PublicId(partition, first_offset, request_id, priority, model_hash, may_be_cut, described)
+        prefix = next((name for name, flag in _CALL_PREFIXES.items() if flags & flag), "")
+        return PublicId(
+            partition, first_offset, request_id, priority, model_hash, may_be_cut, described, prefix
+        )
 
     def _tag(self, packed: bytes, tenant: str) -> bytes:
         # The packed part has a fixed length, so what follows it cannot be shifted into it.

@@ -9,9 +9,10 @@ from gateway.metrics import Timing
 from gateway.reader import Reader, StreamReader
 from schemas.api.errors import ApiError
 from schemas.models import LoadedModel
-from schemas.records import Cancellation, Completion, Described, Failed, Rejected, TokenChunk
+from schemas.records import Cancellation, Completion, Described, Failed, Rejected
 from schemas.sampling import TokenLogprobs
 from schemas.stream_state import RETRYABLE_FINISHES, Effect, ReplyRecord, Run, StreamState
+from schemas.token_records import TokenChunk
 
 # An owner says Retry or Failed within milliseconds, one that was stopped for a while when it wakes.
 RETRY_WAIT_MS = 10_000
@@ -246,7 +247,7 @@ class Replay:
             self.tell_end()
 
     def bind(self) -> None:
-        if not (self.reader.bound or self.done):
+        if not ((self.reader.bound and self.reader.heard) or self.done):
             self.reader.on_bound(self.state.model)
 
     def show(

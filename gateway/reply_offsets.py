@@ -4,16 +4,15 @@ A consumer group of the slot's name holds one offset a partition. Nobody is a me
 who follows the partitions, the slot's gateway or a successor, commits by hand.
 """
 
-import asyncio
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.errors import KafkaError
 
 from gateway.owner import reply_partitions
 from schemas import topics
 from schemas.fleet import CONSUMER_SETTINGS
+from schemas.kafka_login import client_settings
+from schemas.stop_client import stop_client
 
 _STOP_S = 5.0
 
@@ -21,7 +20,7 @@ _STOP_S = 5.0
 def reply_consumer(bootstrap_servers: str, slot: int) -> AIOKafkaConsumer:
     """A consumer that may read and commit the offsets of a slot."""
     return AIOKafkaConsumer(
-        bootstrap_servers=bootstrap_servers, group_id=f"headrace-gateway-{slot}", **CONSUMER_SETTINGS
+        **client_settings(bootstrap_servers), group_id=f"headrace-gateway-{slot}", **CONSUMER_SETTINGS
     )
 
 
@@ -75,5 +74,4 @@ class ReplyOffsets:
         await self._consumer.commit(dict(offsets))
 
     async def stop(self) -> None:
-        with suppress(TimeoutError, KafkaError):
-            await asyncio.wait_for(self._consumer.stop(), _STOP_S)
+        await stop_client(self._consumer, _STOP_S)

@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
-from aiokafka.errors import KafkaError, OffsetOutOfRangeError
+from aiokafka.errors import OffsetOutOfRangeError
 
 from schemas import topics
 from schemas.fleet import CONSUMER_SETTINGS
 from schemas.headers import traceparent
+from schemas.kafka_login import client_settings
 from schemas.records import InferenceRequest
+from schemas.stop_client import stop_client
 
 _LOOK_S = 5.0
 _STOP_S = 5.0
@@ -49,12 +50,11 @@ class RequestLookup:
 
     async def stop(self) -> None:
         if self._consumer is not None:
-            with suppress(TimeoutError, KafkaError):
-                await asyncio.wait_for(self._consumer.stop(), _STOP_S)
+            await stop_client(self._consumer, _STOP_S)
 
     async def _started(self) -> AIOKafkaConsumer:
         if self._consumer is None:
-            consumer = AIOKafkaConsumer(bootstrap_servers=self._bootstrap_servers, **CONSUMER_SETTINGS)
+            consumer = AIOKafkaConsumer(**client_settings(self._bootstrap_servers), **CONSUMER_SETTINGS)
             await consumer.start()
             self._consumer = consumer
         return self._consumer

@@ -5,7 +5,7 @@ from typing import Any
 from gateway.config import GatewayConfig
 from gateway.reader import End
 from gateway.replay import RETRY_WAIT_MS, Replay, ReplayReader
-from gateway.told_tokens import ToldTokens
+from schemas.api.told_tokens import ToldTokens
 from schemas.models import LoadedModel
 from schemas.records import Completion
 

@@ -28,8 +28,10 @@ from schemas.catalog import Catalog
 from schemas.codec import default_codec, encode
 from schemas.fleet import HEARTBEAT_INTERVAL_S, join, publish_schemas
 from schemas.models import load_models
+from schemas.offered_models import OfferedModels
 from schemas.records import Cancellation, Duplicate, Heartbeat, Left, Tokens
 from schemas.stream_state import ReplyRecord
+from schemas.topic_check import MissingTopicsError
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class Gateway:
             config.slot,
             self.serving.view,
             self.serving.tenants,
+            lambda name, model: self.serving.offered.tell(name, model),
             lambda topic: self.serving.metrics.undecodable.labels(topic).inc(),
         )
         self._offsets = ReplyOffsets(config.kafka, config.slot)
@@ -122,10 +125,12 @@ class Gateway:
             await self._close()
 
     async def _start(self) -> bytes:
-        """Joins; returns the nonce. Raises KafkaUnavailableError, CatalogError, ValueError."""
+        """Joins; returns the nonce. Raises KafkaUnavailableError, CatalogError, ValueError, OSError."""
         config, serving = self.config, self.serving
+        serving.files.open()
         catalog = Catalog.load(config.models_dir)
-        serving.models = await asyncio.to_thread(load_models, catalog, config.model_ids())
+        models = await asyncio.to_thread(load_models, catalog, config.model_ids())
+        serving.offered = OfferedModels(config.models_dir, models)
         serving.models_loaded_at = int(time.time())
         serving.outbox = Outbox(config.kafka, self._on_sent)
         clock = serving.view.clock
@@ -143,11 +148,14 @@ class Gateway:
                 # 3. From this record on the slot is ours.
                 address = f"{config.http_host}:{self.port}"
                 epoch, nonce = await join(serving.outbox.requests, ROLE, config.slot, address)
+        except MissingTopicsError as e:
+            raise KafkaUnavailableError(str(e)) from None
         except (TimeoutError, KafkaError) as e:
             raise KafkaUnavailableError(
                 f"Kafka at {config.kafka} did not serve this gateway within {config.start_timeout_s:g} s: "
-                f"{e!r}. Is it running, and were the topics created?"
+                f"{e!r}. Is it running?"
             ) from e
+        await serving.offered.catch_up()
         serving.view.watch_as(ROLE, config.slot, epoch)
         kept_ms = int(config.succession_s * 1000)
         serving.owner = Owner(config.slot, epoch, config.shards, config.cancel_timeout_ms, kept_ms)
@@ -181,6 +189,7 @@ class Gateway:
         assert self._succession is not None
         return [
             self._log.follow_control(),
+            self.serving.offered.run(),
             self._log.follow_heartbeats(),
             self._log.follow_replies(self._on_tokens, self._on_record),
             self.serving.outbox.run(),
@@ -190,7 +199,8 @@ class Gateway:
         ]
 
     def _on_tokens(self, record: Tokens, timestamp_ms: int, now: float) -> None:
-        actions = self.serving.owner.on_tokens(record, timestamp_ms, now)
+        with self.serving.writes:
+            actions = self.serving.owner.on_tokens(record, timestamp_ms, now)
         if actions:
             self.serving.outbox.put(actions)
 
@@ -242,7 +252,7 @@ class Gateway:
                 async with asyncio.timeout(HEARTBEAT_INTERVAL_S):
                     await self._log.fleet_moved.wait()
             self._log.fleet_moved.clear()
-            serving.heard_at = self._log.heard_at
+            serving.hear(self._log.heard_at)
             newest = serving.view.epoch_of(ROLE, config.slot)
             if newest is not None and newest > serving.owner.epoch:
                 raise SupersededError(f"slot {config.slot} was taken over: epoch {newest} has joined")
@@ -314,6 +324,6 @@ class Gateway:
             await self.serving.scans.stop()
         await self._log.stop()
         await self._offsets.stop()
-        await self.serving.close_store()
+        await self.serving.stores.close()
         if hasattr(self.serving, "outbox"):
             await self.serving.outbox.stop()

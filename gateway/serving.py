@@ -11,6 +11,8 @@ from gateway.actions import Announce, Cancel
 from gateway.auth import TenantBook, presented_key
 from gateway.config import GatewayConfig
 from gateway.ends import DISCONNECTED, code_of
+from gateway.errors import broker_unavailable
+from gateway.file_store import FileStore
 from gateway.idempotency import Joined
 from gateway.in_flight import BodyBudget, InFlight
 from gateway.log_scans import LogScans
@@ -21,17 +23,21 @@ from gateway.owner import Owner
 from gateway.public_id import NotAnIdError, PublicId, PublicIds, hash_model
 from gateway.reader import Reader
 from gateway.replay import JoinedReplay
+from gateway.stores import Stores
 from gateway.stream_token import StreamTokens
-from gateway.tenant_store import TenantStore
+from gateway.stream_writer import WriteBatch
 from schemas.api.errors import ApiError
-from schemas.fleet import FleetView
+from schemas.fleet import HEARTBEAT_INTERVAL_S, FleetView
 from schemas.models import LoadedModel
+from schemas.offered_models import OfferedModels
 from schemas.records import Attach, Cancellation, Completion, Detach, Duplicate, InferenceRequest, Tenant
 
 log = logging.getLogger(__name__)
 
 # A broker that restarts is back within this; requests queued meanwhile are answered then.
 _DEAF_S = 5.0
+# Looks, ten a second, in a row: counted and not timed, for a process that was held up has looked once.
+_AWAY_LOOKS = int(_DEAF_S / HEARTBEAT_INTERVAL_S)
 _LOOK_S = 0.05
 
 
@@ -54,20 +60,22 @@ class Serving:
         self.stream_tokens = StreamTokens(config.stream_secret)
         self.reply_offset: Callable[[int], int] = lambda partition: 0
         self.metrics = Metrics()
+        self.writes = WriteBatch()
         self.in_flight = InFlight(config.max_streams, config.max_streams_per_key)
         self.bodies = BodyBudget(config.max_bodies_bytes)
+        self.files = FileStore(config.object_store, config.store_timeout_s)
         self.tenants = TenantBook()
         self.view = FleetView()
-        self.models: Mapping[str, LoadedModel] = {}
+        self.offered = OfferedModels(config.models_dir, {})
         self.models_loaded_at = 0
         self.joined = False
         self.draining = False
         self.heard_at = 0.0
+        self._silent_looks = 0
         self.readers: dict[bytes, Reader] = {}
         self._joins: dict[bytes, tuple[JoinedReplay, int]] = {}
         self._one_finished = asyncio.Event()
-        self._store: TenantStore | None = None
-        self._store_lock = asyncio.Lock()
+        self.stores = Stores(config, lambda: self.outbox.requests)
         # Tokenizing lets go of the GIL; two threads keep long prompts from one another.
         self.tokenizing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
@@ -92,22 +100,10 @@ class Serving:
         await self._catch_up_tenants()
         return self.tenants.authenticate(key)
 
-    async def tenant_store(self) -> TenantStore:
-        """Started when it is first asked for. Raises TimeoutError, KafkaError."""
-        async with self._store_lock:
-            if self._store is None:
-                store = TenantStore(self.config.kafka, self.config.tenant_layout())
-                try:
-                    await store.start()
-                except BaseException:
-                    await store.stop()
-                    raise
-                self._store = store
-            return self._store
-
-    async def close_store(self) -> None:
-        if self._store is not None:
-            await self._store.stop()
+    @property
+    def models(self) -> Mapping[str, LoadedModel]:
+        """Those that clients may ask for now, by id."""
+        return self.offered.models
 
     def not_ready(self, now: float) -> list[str]:
         """Why a load balancer should not send requests here; empty when it should. `now`: monotonic s."""
@@ -123,8 +119,23 @@ class Serving:
         found += [f"no {role} is heard" for role in ("admission", "worker") if not self.view.live(role)]
         return found
 
-    def public_id(self, request: InferenceRequest, described: bool = False) -> str:
-        """Where the stream of a request is found that is not yet sent. `described`: see PublicId."""
+    def hear(self, heard_at: float) -> None:
+        """Looks, once each heartbeat interval or more often, when heartbeats last came."""
+        self._silent_looks = 0 if heard_at != self.heard_at else self._silent_looks + 1
+        self.heard_at = heard_at
+
+    @property
+    def broker_is_away(self) -> bool:
+        """Kafka has been silent for so long that a request is better not queued."""
+        return self._silent_looks >= _AWAY_LOOKS
+
+    def expect_broker(self) -> None:
+        """Raises ApiError 503 while the broker is away."""
+        if self.broker_is_away:
+            raise broker_unavailable()
+
+    def public_id(self, request: InferenceRequest, described: bool = False, call_prefix: str = "") -> str:
+        """Where the stream of a request is found that is not yet sent; for the rest see PublicId."""
         partition = request.reply_partition
         public_id = PublicId(
             reply_partition=partition,
@@ -134,6 +145,7 @@ class Serving:
             model_hash=hash_model(request.model),
             may_be_cut=bool(request.sampling.stop),
             described=described,
+            call_prefix=call_prefix,
         )
         return self.public_ids.encode(request.tenant, public_id)
 
@@ -165,6 +177,7 @@ class Serving:
             return
         owned.joined = Joined(record.public_id, first.request_id, record.accepted_at)
         owned.stream_id = record.public_id
+        reader.heard = True  # Duplicate was all
         reader.on_news()
         self._joins[request.request_id] = replay, first.reply_partition
         self.attach(first.request_id, first.reply_partition)

@@ -39,7 +39,7 @@ class Frames(Protocol):
 
     Each but the error has an id: the position of the last output token that the client has with it, from 0;
     -1 with none. With it as Last-Event-ID the stream goes on behind that token (api/streams.py). An error
-    leaves the client's last id as it is.
+    leaves the client's last id as it is. Of streams with tool calls: see sse_tools.py.
     """
 
     def first(self) -> bytes:
@@ -70,9 +70,12 @@ class GenerateFrames:
         return b'id: %d\ndata: {"type":"token","text":%b}\n\n' % (position, to_json(text))
 
     def done(self, completion: Completion) -> bytes:
+        return self._done(completion, completion.output_tokens - 1)
+
+    def _done(self, completion: Completion, event_id: int) -> bytes:
         usage = own_usage(completion.input_tokens, completion.cached_tokens, completion.output_tokens)
         return b'id: %d\ndata: {"type":"done","usage":%b,"stop_reason":%b}\n\n' % (
-            completion.output_tokens - 1,
+            event_id,
             to_json(usage),
             to_json(completion.finish_reason),
         )
@@ -176,13 +179,15 @@ class OpenAIFrames:
     def keep_alive(self) -> bytes:
         return KEEP_ALIVE
 
-    def _chunk(self, choice: dict[str, Any], position: int) -> bytes:
+    def _chunk(self, choice: dict[str, Any], position: int, event_id: int | None = None) -> bytes:
+        """`event_id` None: the position."""
         usage = b""
         if self._continuous_usage is not None:
             usage = b',"usage":%b' % to_json(self._continuous_usage.at(self._index, position + 1))
         elif self._include_usage:
             usage = b',"usage":null'
-        return b"id: %d\n%b%b]%b}\n\n" % (position, self._head, to_json(choice), usage)
+        event_id = position if event_id is None else event_id
+        return b"id: %d\n%b%b]%b}\n\n" % (event_id, self._head, to_json(choice), usage)
 
     def _text_choice(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         raise NotImplementedError

@@ -32,7 +32,8 @@ class MessageFrames:
         self._stop_sequence = stop_sequence
 
     def first(self) -> bytes:
-        return self._start() + block_start(0, {"type": "text", "text": ""}, -1) + PING
+        block = {"type": "text", "text": ""}
+        return self._start() + _event("content_block_start", -1, index=0, content_block=block) + PING
 
     def _start(self) -> bytes:
         message: dict[str, Any] = {
@@ -54,10 +55,10 @@ class MessageFrames:
         )
 
     def done(self, completion: Completion) -> bytes:
-        return block_stop(0, completion.output_tokens - 1) + self._end(completion, 0)
-
-    def _end(self, completion: Completion, num_tool_calls: int) -> bytes:
         position = completion.output_tokens - 1
+        return _event("content_block_stop", position, index=0) + self._end(completion, 0, position)
+
+    def _end(self, completion: Completion, num_tool_calls: int, position: int) -> bytes:
         delta = message_stop(completion.finish_reason, self._stop_sequence(completion), num_tool_calls)
         usage = message_usage(completion.input_tokens, completion.cached_tokens, completion.output_tokens)
         return _event("message_delta", position, delta=delta, usage=usage) + _event("message_stop", position)
@@ -67,18 +68,6 @@ class MessageFrames:
 
     def keep_alive(self) -> bytes:
         return PING
-
-
-def block_start(index: int, block: dict[str, Any], position: int) -> bytes:
-    return _event("content_block_start", position, index=index, content_block=block)
-
-
-def block_delta(index: int, delta: dict[str, str], position: int) -> bytes:
-    return _event("content_block_delta", position, index=index, delta=delta)
-
-
-def block_stop(index: int, position: int) -> bytes:
-    return _event("content_block_stop", position, index=index)
 
 
 def _event(kind: str, position: int, **fields: Any) -> bytes:

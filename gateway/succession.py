@@ -75,7 +75,7 @@ class Succession:
     def on_own_record(self, record: object, message: ConsumerRecord) -> None:
         """Any record of this slot's reply partitions, after the owner was given it."""
         # Nearly all are tokens of our own: those are looked at no further.
-        if type(record) is Tokens and all(chunk.request_id in self._owner.open for chunk in record.chunks):
+        if type(record) is Tokens and self._owner.open.keys() >= set(record.request_ids):
             return
         if isinstance(record, Tokens | ReplyRecord | Cancellation):
             clock_ms = self._view.clock.now_ms

@@ -17,7 +17,9 @@ from gateway.auth import TenantBook
 from gateway.owner import reply_partitions
 from schemas import topics
 from schemas.codec import CodecError, UnknownSchemaError, default_codec
+from schemas.control_log import ControlLog
 from schemas.fleet import BUSY_CONSUMER_SETTINGS, CONSUMER_SETTINGS, FleetView
+from schemas.kafka_login import client_settings
 from schemas.records import (
     Admitted,
     Attach,
@@ -32,13 +34,15 @@ from schemas.records import (
     Heartbeat,
     Join,
     Left,
+    Model,
     Rejected,
     Retry,
     Tenant,
     Tokens,
 )
+from schemas.stop_client import stop_client
 from schemas.stream_state import ReplyRecord
-from schemas.tenant_log import TenantLog
+from schemas.topic_check import check_topics
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,7 @@ _LOOK_S = 0.02
 _HEARTBEAT_BATCH = {"fetch_min_bytes": 1 << 20, "fetch_max_wait_ms": 100}
 _SCHEMAS = TopicPartition(topics.SCHEMAS, 0)
 _TENANTS = TopicPartition(topics.TENANTS, 0)
+_MODELS = TopicPartition(topics.MODELS, 0)
 _EVENTS = TopicPartition(topics.EVENTS, 0)
 _HEARTBEATS = TopicPartition(topics.HEARTBEATS, 0)
 _REPLY_RECORDS = (
@@ -77,9 +82,9 @@ class LogTruncatedError(RuntimeError):
 class TokenLog:
     """Feeds `view` and `tenants`, and the reply partitions' records to the callbacks.
 
-    `on_tokens(record, broker time ms, monotonic s)`, `on_record(record, broker time ms)`,
-    `on_undecodable(topic)`. `on_each`, while there is one, gets all of them again, with where they lie.
-    `heard_at`: when heartbeats last came (monotonic seconds).
+    `on_tokens(record, broker time ms, monotonic s)`, `on_record(record, broker time ms)`, `on_model(id, None
+    where it was taken back)`, `on_undecodable(topic)`. `on_each`, while there is one, gets all of the reply
+    partitions again, with where they lie. `heard_at`: when heartbeats last came (monotonic seconds).
     """
 
     def __init__(
@@ -88,11 +93,13 @@ class TokenLog:
         slot: int,
         view: FleetView,
         tenants: TenantBook,
+        on_model: Callable[[str, Model | None], None],
         on_undecodable: Callable[[str], None],
     ) -> None:
         self._view = view
         self._tenants = tenants
-        self._tenant_log = TenantLog()
+        self._on_model = on_model
+        self._control_logs = {topics.TENANTS: ControlLog(), topics.MODELS: ControlLog()}
         self._on_undecodable = on_undecodable
         self._codec = default_codec()
         self._learned = asyncio.Event()
@@ -104,20 +111,21 @@ class TokenLog:
         self.on_each: Callable[[object, ConsumerRecord], None] | None = None
         self._reply_offsets: dict[int, int] = {}
         self._replies = [TopicPartition(topics.TOKENS, p) for p in reply_partitions(slot)]
-        self._tokens = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers, **BUSY_CONSUMER_SETTINGS)
-        self._control = AIOKafkaConsumer(bootstrap_servers=bootstrap_servers, **CONSUMER_SETTINGS)
+        self._tokens = AIOKafkaConsumer(**client_settings(bootstrap_servers), **BUSY_CONSUMER_SETTINGS)
+        self._control = AIOKafkaConsumer(**client_settings(bootstrap_servers), **CONSUMER_SETTINGS)
         self._heartbeats = AIOKafkaConsumer(
-            bootstrap_servers=bootstrap_servers, **{**CONSUMER_SETTINGS, **_HEARTBEAT_BATCH}
+            **client_settings(bootstrap_servers), **{**CONSUMER_SETTINGS, **_HEARTBEAT_BATCH}
         )
 
     async def start(self, reply_offsets: dict[TopicPartition, int]) -> None:
-        """Begins the reply partitions there and the rest at the end; reads schemas and tenants to their end.
+        """Begins the reply partitions there and the rest at the end; reads all of control to its end.
 
         Take the offsets before Join: what is answered to this life of the slot then lies behind. The caller
-        sets a deadline. Raises KafkaError.
+        sets a deadline. Raises KafkaError, MissingTopicsError.
         """
         for consumer in (self._tokens, self._control, self._heartbeats):
             await consumer.start()
+        await check_topics(self._control, topics.NEEDED["gateway"])
         self._assign_at(self._tokens, reply_offsets)
         self._reply_offsets = {p.partition: offset for p, offset in reply_offsets.items()}
         await self._follow_from_end(self._heartbeats, [_HEARTBEATS])
@@ -125,10 +133,7 @@ class TokenLog:
 
     async def stop(self) -> None:
         for consumer in (self._tokens, self._control, self._heartbeats):
-            try:
-                await asyncio.wait_for(consumer.stop(), _STOP_S)
-            except TimeoutError:
-                log.warning("a consumer did not stop in time")
+            await stop_client(consumer, _STOP_S)
 
     def reply_offset(self, partition: int) -> int:
         """In a reply partition of this gateway: what lies before it was given to the callbacks."""
@@ -192,7 +197,7 @@ class TokenLog:
                         await self._control_moved.wait()
 
     async def _read_control(self) -> None:
-        partitions = [_SCHEMAS, _TENANTS]
+        partitions = [_SCHEMAS, _TENANTS, _MODELS]
         ends = await self._control.end_offsets([*partitions, _EVENTS])
         beginnings = await self._control.beginning_offsets(partitions)
         self._assign_at(self._control, {**beginnings, _EVENTS: ends[_EVENTS]})
@@ -224,21 +229,27 @@ class TokenLog:
             except (CodecError, UnicodeDecodeError) as e:
                 self._report(message, e)
             return
-        if message.topic == topics.TENANTS:
+        if (control_log := self._control_logs.get(message.topic)) is not None:
             name = (message.key or b"").decode("utf-8", "replace")
-            if not self._tenant_log.counts(name, message.offset, message.headers, message.value is None):
-                return
-            tenant = None if message.value is None else self._try_decode(message)
-            if isinstance(tenant, Tenant) or message.value is None:
-                try:
-                    self._tenants.put(name, tenant if isinstance(tenant, Tenant) else None)
-                except ValueError as e:
-                    self._report(message, e)
+            if control_log.counts(name, message.offset, message.headers, message.value is None):
+                self._on_named(name, message)
             return
         event = self._try_decode(message)
         if isinstance(event, Join | Drain | Left):
             self._view.on_event(event, message.offset)
             self.fleet_moved.set()
+
+    def _on_named(self, name: str, message: ConsumerRecord) -> None:
+        record = None if message.value is None else self._try_decode(message)
+        if record is None and message.value is not None:
+            return
+        if message.topic == topics.MODELS and isinstance(record, Model | None):
+            self._on_model(name, record)
+        elif message.topic == topics.TENANTS and isinstance(record, Tenant | None):
+            try:
+                self._tenants.put(name, record)
+            except ValueError as e:
+                self._report(message, e)
 
     async def _poll(self, consumer: AIOKafkaConsumer) -> Iterable[list[ConsumerRecord]]:
         try:

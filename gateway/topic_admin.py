@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
+from schemas.kafka_login import client_settings
 from schemas.topics import Layout, TopicSpec, tenant_topic_specs
 
 _NO_ERROR = 0
@@ -30,7 +31,7 @@ async def create(
 
     Raises TopicError, TimeoutError after `timeout` seconds.
     """
-    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers, request_timeout_ms=int(timeout * 1000))
+    admin = AIOKafkaAdminClient(**client_settings(bootstrap_servers), request_timeout_ms=int(timeout * 1000))
     async with asyncio.timeout(timeout):
         try:
             await admin.start()

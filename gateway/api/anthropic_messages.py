@@ -2,7 +2,7 @@
 
 from gateway import sse
 from gateway.api.online import serve
-from gateway.api.reading import read
+from gateway.api.reading import answer_by_model
 from gateway.exchange import Exchange
 from gateway.owned_request import OwnedRequest
 from gateway.reader import Reader, StreamReader
@@ -11,7 +11,6 @@ from gateway.sse_anthropic import MessageFrames
 from gateway.sse_tools import ToolMessageFrames
 from schemas.api import messages as forms
 from schemas.api.answers import stop_sequence
-from schemas.api.bodies import decode_body
 from schemas.api.prepare import Prepared
 from schemas.records import Completion
 
@@ -21,11 +20,7 @@ async def messages(serving: Serving, exchange: Exchange) -> None:
 
 
 async def count_tokens(serving: Serving, exchange: Exchange) -> None:
-    def parse(data: bytes) -> bytes:
-        return sse.to_json(forms.count_tokens(decode_body(data, forms.CountTokensBody), serving.models))
-
-    _, answer = await read(serving, exchange, parse)
-    await exchange.respond(200, answer)
+    await answer_by_model(serving, exchange, forms.CountTokensBody, forms.count_tokens)
 
 
 def _frames(owned: OwnedRequest, reader: Reader, prepared: Prepared) -> sse.Frames:

@@ -1,26 +1,20 @@
 """From what a reader was told to the `logprobs` objects of an answer, whole or streamed."""
 
-from collections.abc import Callable
 from typing import Any
 
 from gateway import sse
 from gateway.reader import Reader
-from schemas.api.logprobs import Shape, chat_logprobs, completion_logprobs
-from schemas.api.prepare import CHAT_COMPLETIONS_URL, COMPLETIONS_URL, Prepared
+from schemas.api.logprobs import SHAPES, chat_logprobs
+from schemas.api.prepare import Prepared
 from schemas.records import Completion
 from schemas.tokenization import Tokenizer
-
-_SHAPES: dict[str, Callable[[Tokenizer], Shape]] = {
-    CHAT_COMPLETIONS_URL: chat_logprobs,
-    COMPLETIONS_URL: completion_logprobs,
-}
 
 
 def whole_logprobs(reader: Reader, prepared: Prepared, end: Completion) -> dict[str, Any] | None:
     """Of all tokens that are shown; None where the request wants none."""
     if reader.told is None:
         return None
-    return _SHAPES[prepared.url](prepared.model.tokenizer)(reader.told.take(None, end))
+    return SHAPES[prepared.url](prepared.model.tokenizer)(reader.told.take(None, end))
 
 
 def streamed_logprobs(reader: Reader, prepared: Prepared) -> sse.Logprobs | None:
@@ -28,7 +22,7 @@ def streamed_logprobs(reader: Reader, prepared: Prepared) -> sse.Logprobs | None
     told = reader.told
     if told is None:
         return None
-    shape = _SHAPES[prepared.url](prepared.model.tokenizer)
+    shape = SHAPES[prepared.url](prepared.model.tokenizer)
 
     def take(position: int | None) -> dict[str, Any] | None:
         end = reader.end

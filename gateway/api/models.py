@@ -3,21 +3,19 @@
 Anthropic's clients say so: they send `anthropic-version` with everything.
 """
 
-import re
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import parse_qs
 
 from gateway import sse
+from gateway.api.pages import anthropic_page
 from gateway.errors import is_anthropic
 from gateway.exchange import Exchange
 from gateway.serving import Serving
-from schemas.api.errors import ApiError, bad_field
+from schemas.api.errors import ApiError
 from schemas.api.tenant_rules import check_model
 from schemas.tenants import allows_model
 
 _DEFAULT_PAGE, _MAX_PAGE = 20, 1_000
-_DIGITS = re.compile(r"[0-9]{1,6}")
 
 
 async def list_models(serving: Serving, exchange: Exchange) -> None:
@@ -68,25 +66,5 @@ def _anthropic_model(serving: Serving, model_id: str) -> dict[str, Any]:
 
 def _page(serving: Serving, exchange: Exchange, ids: list[str]) -> dict[str, Any]:
     """A piece of the list. Raises ApiError that names the cursor or limit that does not fit."""
-    query = parse_qs(exchange.scope["query_string"].decode("ascii", "replace"), keep_blank_values=True)
-    limit = query.get("limit", [str(_DEFAULT_PAGE)])[-1]
-    if not _DIGITS.fullmatch(limit) or not 1 <= int(limit) <= _MAX_PAGE:
-        raise bad_field("limit", f"an integer from 1 to {_MAX_PAGE}, not {limit[:40]!r}")
-    after, before = (query.get(name, [""])[-1] for name in ("after_id", "before_id"))
-    if after and before:
-        raise bad_field("before_id", "give either after_id or before_id")
-    for name, cursor in (("after_id", after), ("before_id", before)):
-        if cursor and cursor not in ids:
-            raise bad_field(name, f"there is no model {cursor[:80]!r}")
-    if before:
-        left = ids[: ids.index(before)]
-        shown = left[-int(limit) :]
-    else:
-        left = ids[ids.index(after) + 1 :] if after else ids
-        shown = left[: int(limit)]
-    return {
-        "data": [_anthropic_model(serving, model_id) for model_id in shown],
-        "has_more": len(shown) < len(left),
-        "first_id": shown[0] if shown else None,
-        "last_id": shown[-1] if shown else None,
-    }
+    page = anthropic_page(exchange, _DEFAULT_PAGE, _MAX_PAGE).cut(ids, ids)
+    return page.anthropic([_anthropic_model(serving, model_id) for model_id in page.items])

@@ -5,6 +5,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from aiokafka.errors import KafkaError
 
@@ -14,7 +15,7 @@ from gateway.api.reading import read
 from gateway.attendance import detach_ms, start_ms
 from gateway.choice_stream import Choice, failure_of, has_failed
 from gateway.ends import DISCONNECTED
-from gateway.errors import is_anthropic
+from gateway.errors import is_anthropic, not_queued
 from gateway.event_stream import watch, write_events
 from gateway.exchange import ClientGoneError, Exchange
 from gateway.idempotency import has_key, key_of
@@ -23,7 +24,6 @@ from gateway.owner import reply_partition
 from gateway.rate_headers import rate_headers
 from gateway.reader import Reader, StreamReader, WholeReader
 from gateway.serving import Serving
-from gateway.told_tokens import ToldTokens
 from schemas.api.answers import Finished, answer, output_text, stop_sequence
 from schemas.api.bodies import decode_body
 from schemas.api.choices import choice_request_id
@@ -32,6 +32,7 @@ from schemas.api.messages import MessagesBody, prepare_messages
 from schemas.api.prepare import Body, Prepared, prepare
 from schemas.api.routing import affinity_hash
 from schemas.api.tenant_rules import sampling_for
+from schemas.api.told_tokens import ToldTokens
 from schemas.api.tool_calls import parse_tool_calls
 from schemas.headers import TRACEPARENT
 from schemas.priority import PriorityClass
@@ -39,8 +40,10 @@ from schemas.records import Completion, Idempotency, InferenceRequest, Tenant
 
 log = logging.getLogger(__name__)
 
-_MAX_TOKENS_HEADER = b"x-headrace-max-tokens"
+MAX_TOKENS_HEADER = b"x-headrace-max-tokens"
+MODEL_HEADER = b"x-headrace-model"
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_FREED_S = 1.0
 MakeFrames = Callable[[OwnedRequest, Reader, Prepared], sse.Frames]
 
 
@@ -78,23 +81,25 @@ async def answer_choices(
     Raises ApiError for a refusal, ClientGoneError.
     """
     tenant, wanted = await read(serving, exchange, parse)
+    serving.expect_broker()
     trace = traceparent(exchange)
     detach = detach_for(serving, exchange)
     requests = [new_request(serving, exchange, tenant, prepared, i) for i, prepared in enumerate(wanted)]
     choices = []
     for i, (request, prepared) in enumerate(zip(requests, wanted, strict=True)):
         reader = new_reader(serving, exchange, prepared, request)
+        reader.heard = not may_be_told(serving, tenant, request)
         if prepared.sampling.logprobs is not None:
             reader.told = ToldTokens(prepared.model.tokenizer)
         owned = serving.owner.accept(request, reader, trace)
         owned.detach_ms = detach
-        identify(serving, exchange, owned, i)
+        identify(serving, exchange, owned, i, call_prefix=prepared.call_prefix)
         choices.append(Choice(owned, reader, prepared))
         serving.accepted(owned, reader)
     exchange.streams = lambda: ", ".join(choice.owned.stream_id for choice in choices)
-    exchange.late_headers = lambda: limits_left(exchange, *(choice.owned for choice in choices))
+    exchange.late_headers = lambda: told_of_serving(exchange, *(choice.owned for choice in choices))
     gone = asyncio.create_task(watch(exchange, *(choice.reader for choice in choices)))
-    reason = DISCONNECTED
+    reason, refused = DISCONNECTED, False
     try:
         await _send_all(serving, choices)
         if wanted[0].stream:
@@ -106,6 +111,7 @@ async def answer_choices(
         reason = e.code
         if len(choices) > 1 and not has_failed(choices):
             # Refused as a whole: those that were let in meanwhile cost nothing.
+            refused = True
             for choice in choices:
                 serving.outbox.put(serving.owner.waive(choice.owned, e.code, time.time_ns() // 1_000_000))
         raise
@@ -113,15 +119,30 @@ async def answer_choices(
         gone.cancel()
         for choice in choices:
             serving.finished(choice.owned, choice.reader, reason, exchange.elapsed_s)
+        if refused and exchange.keyed is not None:
+            # It may ask with its key again at once: admission reads first that the key is free.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_FREED_S):
+                    await serving.outbox.drained()
 
 
-def limits_left(exchange: Exchange, *owned: OwnedRequest) -> list[tuple[bytes, bytes]]:
-    """The headers that tell what the tenant of all `owned` has left, and how long their answers may be if
-    shedding cut them short."""
+def may_be_told(serving: Serving, tenant: Tenant, request: InferenceRequest) -> bool:
+    """Whether the head of its answer has to wait for what admission says, should tokens overtake that: with
+    limits there is something left, shedding may cut it short, or another model may serve it."""
+    limited = any(limits.priority == request.priority for limits in tenant.limits)
+    other_model = request.allow_fallback and len(serving.models) > 1
+    return limited or other_model or request.priority == PriorityClass.FREE
+
+
+def told_of_serving(exchange: Exchange, *owned: OwnedRequest) -> list[tuple[bytes, bytes]]:
+    """The headers that tell what the tenant of all `owned` has left, which models serve them, and how long
+    their answers may be if shedding cut them short."""
     told = [limit for each in owned for limit in each.rate_limits]
     headers = rate_headers(told, anthropic=is_anthropic(exchange), now_s=time.time())
-    capped = [each.request.sampling.max_tokens for each in owned if each.capped]
-    return [*headers, (_MAX_TOKENS_HEADER, b"%d" % min(capped))] if capped else headers
+    if models := sorted({each.state.model for each in owned if each.state.model}):
+        headers.append((MODEL_HEADER, ", ".join(models).encode()))
+    capped = [each.state.max_tokens for each in owned if each.state.max_tokens is not None]
+    return [*headers, (MAX_TOKENS_HEADER, b"%d" % min(capped))] if capped else headers
 
 
 async def _send_all(serving: Serving, choices: Sequence[Choice]) -> None:
@@ -185,11 +206,17 @@ def detach_for(serving: Serving, exchange: Exchange) -> int:
 
 
 def identify(
-    serving: Serving, exchange: Exchange, owned: OwnedRequest, index: int = 0, *, described: bool = False
+    serving: Serving,
+    exchange: Exchange,
+    owned: OwnedRequest,
+    index: int = 0,
+    *,
+    described: bool = False,
+    call_prefix: str = "",
 ) -> None:
     """Where the stream of the choice is read, and what its Idempotency-Key says; before it is sent."""
     request, keyed = owned.request, exchange.keyed
-    owned.stream_id = serving.public_id(request, described)
+    owned.stream_id = serving.public_id(request, described, call_prefix)
     owned.described = described
     if keyed is not None:
         key = key_of(request.tenant, keyed.key, index)
@@ -215,15 +242,15 @@ def new_reader(serving: Serving, exchange: Exchange, prepared: Prepared, request
 
 
 async def send(serving: Serving, owned: OwnedRequest) -> None:
-    """Returns when the broker has the request. Raises ApiError 503."""
+    """Returns when the broker has the request. Raises ApiError 503, or 413 where its topic takes none so
+    large."""
     try:
         offset = await serving.outbox.send_request(owned, serving.config.ack_timeout_s)
     except (TimeoutError, KafkaError) as e:
         log.warning(
             "a request was not acked", extra={"request_id": owned.request.request_id, "error": repr(e)}
         )
-        message = "the request could not be queued; try again"
-        raise ApiError(503, "broker_unavailable", message, None, 1_000) from None
+        raise not_queued(e, "prompt", "the request") from None
     serving.owner.on_sent(owned, offset)
 
 
@@ -238,6 +265,7 @@ async def _whole(exchange: Exchange, choices: Sequence[Choice]) -> None:
         if readers[0].disconnected:
             raise ClientGoneError
         await Reader.wait_any(readers)
+    await Reader.all_heard(readers)
     said = answer(choices[0].prepared.url, *(_finished(choice) for choice in choices))
     await exchange.respond(200, sse.to_json(said))
 

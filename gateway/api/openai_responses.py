@@ -15,22 +15,32 @@ from aiokafka.errors import KafkaError
 
 from gateway import sse
 from gateway.api.logprobs import told_logprobs
-from gateway.api.online import detach_for, identify, limits_left, new_reader, new_request, send, traceparent
+from gateway.api.online import (
+    detach_for,
+    identify,
+    may_be_told,
+    new_reader,
+    new_request,
+    send,
+    told_of_serving,
+    traceparent,
+)
 from gateway.api.reading import read
 from gateway.ends import DISCONNECTED
+from gateway.errors import not_queued
 from gateway.event_stream import watch, write_events
 from gateway.exchange import ClientGoneError, Exchange
 from gateway.owned_request import OwnedRequest
 from gateway.reader import Reader, StreamReader, WholeReader
 from gateway.serving import Serving
 from gateway.sse_responses import ResponseFrames
-from gateway.told_tokens import ToldTokens
 from schemas.api.answers import output_text
 from schemas.api.bodies import decode_body
 from schemas.api.errors import ApiError
 from schemas.api.prepare import Prepared
 from schemas.api.response_object import PREFIX, created_response, ended_response
 from schemas.api.responses import ResponsesBody, prepare_response
+from schemas.api.told_tokens import ToldTokens
 from schemas.records import Described
 from schemas.tokenization import Tokenizer
 
@@ -48,18 +58,20 @@ async def create(serving: Serving, exchange: Exchange) -> None:
         return body, prepare_response(body, serving.models)
 
     tenant, (body, prepared) = await read(serving, exchange, parse)
+    serving.expect_broker()
     request = new_request(serving, exchange, tenant, prepared)
     background = bool(body.background)
     detach = request.end_ms if background else detach_for(serving, exchange)
     tokenizer = prepared.model.tokenizer
     reader = new_reader(serving, exchange, prepared, request)
+    reader.heard = not may_be_told(serving, tenant, request)
     if prepared.sampling.logprobs is not None:
         reader.told = ToldTokens(tokenizer)
     owned = serving.owner.accept(request, reader, traceparent(exchange))
     owned.detach_ms = detach
     identify(serving, exchange, owned, described=body.stored)
     exchange.streams = lambda: owned.stream_id
-    exchange.late_headers = lambda: limits_left(exchange, owned)
+    exchange.late_headers = lambda: told_of_serving(exchange, owned)
     created = created_response(body, f"{PREFIX}{owned.stream_id}", owned.answer_at_s)
     if background and not prepared.stream:
         await _begin(serving, owned, reader, created)
@@ -69,7 +81,7 @@ async def create(serving: Serving, exchange: Exchange) -> None:
     gone = asyncio.create_task(watch(exchange, reader))
     reason = DISCONNECTED
     try:
-        await _send(serving, owned, created)
+        await _send(serving, owned, reader, created)
         if isinstance(reader, StreamReader):
             # In the background the id is what counts: it is told without waiting for a worker.
             reader.keep_alive_due = background and exchange.keyed is None
@@ -99,7 +111,7 @@ async def create(serving: Serving, exchange: Exchange) -> None:
 async def _begin(serving: Serving, owned: OwnedRequest, reader: Reader, created: dict[str, Any]) -> None:
     """Has the request run with nobody waiting. Raises ApiError for a refusal."""
     try:
-        await _send(serving, owned, created)
+        await _send(serving, owned, reader, created)
         if owned.request.idempotency is not None:
             await _know_who_is_first(owned, reader, serving.config.start_wait_s)
     except ApiError as e:
@@ -123,17 +135,25 @@ async def _know_who_is_first(owned: OwnedRequest, reader: Reader, timeout_s: flo
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while not (reader.bound or reader.end is not None or owned.joined is not None):
+            while not (reader.bound or reader.end or owned.joined or reader.disconnected):
                 await reader.wait()
     if isinstance(reader.end, ApiError):
         raise reader.end
 
 
-async def _send(serving: Serving, owned: OwnedRequest, created: dict[str, Any]) -> None:
+async def _send(serving: Serving, owned: OwnedRequest, reader: Reader, created: dict[str, Any]) -> None:
     """Returns when the broker has the request, and what is stored of it: who has an answer can read it
-    again. Raises ApiError 503."""
-    describe = [_describe(serving, owned, created)] if created["store"] else []
-    await asyncio.gather(send(serving, owned), *describe)
+    again. Raises ApiError for a refusal."""
+    if not created["store"]:
+        await send(serving, owned)
+    elif owned.request.idempotency is None:
+        await asyncio.gather(send(serving, owned), _describe(serving, owned, created))
+    else:
+        # Of one that is not the first with its key nothing is kept: the first one's answer is read.
+        await send(serving, owned)
+        await _know_who_is_first(owned, reader, serving.config.start_wait_s)
+        if owned.joined is None:
+            await _describe(serving, owned, created)
 
 
 def _as_first(created: dict[str, Any], owned: OwnedRequest) -> dict[str, Any]:
@@ -151,8 +171,7 @@ async def _describe(serving: Serving, owned: OwnedRequest, created: dict[str, An
         await serving.outbox.send_description(record, request.reply_partition, serving.config.ack_timeout_s)
     except (TimeoutError, KafkaError) as e:
         log.warning("a response was not stored", extra={"request_id": request.request_id, "error": repr(e)})
-        message = "the response could not be stored; try again"
-        raise ApiError(503, "broker_unavailable", message, None, 1_000) from None
+        raise not_queued(e, "instructions", "the response that is stored") from None
 
 
 async def _whole(
@@ -169,6 +188,7 @@ async def _whole(
     end = reader.end
     if isinstance(end, ApiError):
         raise end
+    await Reader.all_heard([reader])
     text = output_text(tokenizer, reader.token_ids, end.finish_reason, end.text_length)
     logprobs = told_logprobs(reader, tokenizer, None)
     first = _as_first(created, owned)

@@ -16,6 +16,7 @@ from gateway.exchange import Exchange
 from gateway.public_id import NotAnIdError, PublicId, hash_model
 from gateway.replay import Replay, ReplayReader
 from gateway.serving import Serving
+from gateway.sse_tools import ToolGenerateFrames
 from gateway.stream_token import NotATokenError
 from schemas import topics
 from schemas.api.errors import ApiError, bad_field
@@ -41,11 +42,13 @@ async def read_stream(serving: Serving, exchange: Exchange) -> None:
         tenant = await serving.authenticate(exchange.headers)
     public_id = public_id_for(serving, exchange, tenant)
     detach = detach_ms(exchange.headers, serving.config.max_detach_s)
+    after = _after(exchange, query)
     reader = ReplayReader(
         serving.config,
         model_of(serving, public_id),
         public_id.may_be_cut,
-        _after(exchange, query),
+        # Calls are read out of the whole output; what the client has of it is not shown.
+        -1 if public_id.call_prefix else after,
         time.monotonic(),
     )
     replay = Replay(public_id.request_id, tenant.name, reader)
@@ -54,7 +57,7 @@ async def read_stream(serving: Serving, exchange: Exchange) -> None:
     serving.attach(public_id.request_id, partition)
     gone = asyncio.create_task(watch(exchange, reader))
     try:
-        await write_events(exchange, reader, sse.GenerateFrames)
+        await write_events(exchange, reader, lambda: _frames(public_id, after))
     finally:
         gone.cancel()
         serving.scans.leave(replay)
@@ -103,6 +106,12 @@ def public_id_for(serving: Serving, exchange: Exchange, tenant: Tenant) -> Publi
         raise ApiError(404, "stream_not_found", "there is no such stream") from None
 
 
+def _frames(public_id: PublicId, after: int) -> sse.Frames:
+    if not public_id.call_prefix:
+        return sse.GenerateFrames()
+    return ToolGenerateFrames(public_id.request_id, public_id.call_prefix, after)
+
+
 def _by_token(serving: Serving, exchange: Exchange, token: str) -> Tenant:
     # The token alone gives access, no cookie does: pages of any origin may use the URL they were given.
     exchange.extra_headers.append((b"access-control-allow-origin", b"*"))
@@ -116,7 +125,7 @@ def _by_token(serving: Serving, exchange: Exchange, token: str) -> Tenant:
 
 def model_of(serving: Serving, public_id: PublicId) -> LoadedModel:
     """The model whose tokens the stream holds. Raises ApiError 503 where it is not served."""
-    for model_id, model in serving.models.items():
+    for model_id, model in serving.offered.loaded.items():
         if hash_model(model_id) == public_id.model_hash:
             return model
     raise ApiError(503, "model_not_served", "this gateway does not serve the model of this stream")
