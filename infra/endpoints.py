@@ -19,6 +19,7 @@ class Endpoints:
     shards: int
     worker_slots: int
     gateway_slots: int
+    broker_auth: bool = False
 
     def save(self, data_dir: Path) -> None:
         unfinished = data_dir / f"{_FILE}.partial"

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from schemas import topics
 from schemas.fleet import PRODUCER_SETTINGS
+from schemas.kafka_login import client_settings
 
 STREAM_TIMEOUT_S = 120.0
 BATCH_TIMEOUT_S = 120.0
@@ -106,9 +107,9 @@ async def batch_records(target: Target, console: Console) -> None:
     }
     results = TopicPartition(topics.batch_results(target.tenant), 0)
     consumer = AIOKafkaConsumer(
-        bootstrap_servers=target.kafka, isolation_level="read_committed", enable_auto_commit=False
+        **client_settings(target.kafka), isolation_level="read_committed", enable_auto_commit=False
     )
-    producer = AIOKafkaProducer(bootstrap_servers=target.kafka, **PRODUCER_SETTINGS)
+    producer = AIOKafkaProducer(**client_settings(target.kafka), **PRODUCER_SETTINGS)
     answers: dict[str, dict[str, Any]] = {}
     try:
         async with asyncio.timeout(BATCH_TIMEOUT_S):

@@ -20,6 +20,7 @@ from infra import live_figures, main_job
 from infra.endpoints import Endpoints
 from infra.local.broker import BrokerError
 from infra.local.child import ChildError
+from infra.local.gpu import gpu_names, serving_on
 from infra.local.java import JavaError
 from infra.local.kafka_jars import KafkaJarsError
 from infra.local.model import MODEL_ID, ModelError, ensure_model
@@ -64,9 +65,11 @@ class Options:
     deterministic: bool
     step_ms: float
     workers: int
+    tensor_parallel: int
     port: int
     sql_port: int
     kafka_port: int
+    broker_auth: bool
     data_dir: Path
     models_dir: Path
 
@@ -91,9 +94,16 @@ def main(
     ] = False,
     step_ms: Annotated[float, typer.Option(min=0, help="Step time of the simulated runner, ms.")] = 5.75,
     workers: Annotated[int, typer.Option(min=1, max=4)] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Ranks that each worker spreads the model over, each a process.")
+    ] = 1,
     port: Annotated[int, typer.Option(help="Of the HTTP API; 0 takes a free one.")] = 8000,
     sql_port: Annotated[int, typer.Option(help="Of the billing database; 0 takes a free one.")] = 8123,
     kafka_port: Annotated[int, typer.Option(help="Of the broker; 0 takes a free one.")] = 9092,
+    broker_auth: Annotated[
+        bool,
+        typer.Option("--broker-auth", help="Kafka's clients must log in; a tenant may use its topics only."),
+    ] = False,
     data_dir: Annotated[Path, typer.Option(help="Where data and logs lie.")] = DEFAULT_DATA_DIR,
     models_dir: Annotated[Path, typer.Option(help="Where the model catalogue lies.")] = DEFAULT_MODELS_DIR,
 ) -> None:
@@ -109,9 +119,11 @@ def main(
         deterministic,
         step_ms,
         workers,
+        tensor_parallel,
         port,
         sql_port,
         kafka_port,
+        broker_auth,
         data_dir.resolve(),
         models_dir.resolve(),
     )
@@ -146,6 +158,8 @@ async def _up(options: Options, console: Console) -> None:
     if options.model == MODEL_ID:
         await _unless(interrupted, asyncio.to_thread(ensure_model, options.models_dir, report))
     Catalog.load(options.models_dir).get(options.model)
+    if not options.simulated:
+        report(serving_on(gpu_names()))
     stack = Stack(
         StackConfig(
             data_dir=options.data_dir,
@@ -155,7 +169,9 @@ async def _up(options: Options, console: Console) -> None:
             deterministic=options.deterministic,
             step_ms=options.step_ms if options.simulated else None,
             workers=options.workers,
+            tensor_parallel=options.tensor_parallel,
             kafka_port=options.kafka_port,
+            broker_auth=options.broker_auth,
             gateway_port=options.port,
             sql_port=options.sql_port,
         ),
@@ -208,11 +224,13 @@ async def _show_and_stay(stack: Stack, options: Options, console: Console) -> No
         layout.shards,
         layout.worker_slots,
         layout.gateway_slots,
+        stack.config.broker_auth,
     )
     endpoints.save(options.data_dir)
     key = await _demo_key(stack, options.data_dir / _KEY_FILE)
     await main_job.show(
-        Target(endpoints.gateway, endpoints.kafka, endpoints.sql, DEMO_TENANT, key, options.model), console
+        Target(endpoints.gateway, stack.bootstrap_servers, endpoints.sql, DEMO_TENANT, key, options.model),
+        console,
     )
     if options.once:
         return
@@ -251,6 +269,11 @@ def _print_guide(console: Console, at: Endpoints, key: str, model_id: str, data_
         f"HTTP API    {at.gateway}   (OpenAI's clients: base_url {at.gateway}/v1)",
         f"SQL         {at.sql}   (.venv/bin/headrace sql 'SELECT * FROM usage_final')",
         f"Kafka       {at.kafka}   (batch.requests.{DEMO_TENANT} → batch.results.{DEMO_TENANT})",
+        *(
+            [f"            a login: .venv/bin/headrace tenant kafka-login {DEMO_TENANT}"]
+            if at.broker_auth
+            else []
+        ),
         f"logs        {data_dir / 'logs'}",
         "",
         f"curl -N {at.gateway}/v1/generate -H 'Authorization: Bearer {key}' -d '{body}'",

@@ -8,7 +8,20 @@ from typing import Any
 
 import uvloop
 
-from infra.benchmarks import admission, engine, failover, gateway, http, idle_streams, overhead, simulator
+from infra.benchmarks import (
+    admission,
+    batch,
+    billing,
+    engine,
+    failover,
+    gateway,
+    http,
+    idle_streams,
+    kernels,
+    overhead,
+    simulator,
+    takeover,
+)
 
 _BENCHMARKS: dict[str, Any] = {
     "overhead": overhead,
@@ -16,9 +29,13 @@ _BENCHMARKS: dict[str, Any] = {
     "engine": engine,
     "gateway": gateway,
     "admission": admission,
+    "batch": batch,
+    "billing": billing,
     "failover": failover,
     "idle_streams": idle_streams,
+    "kernels": kernels,
     "simulator": simulator,
+    "takeover": takeover,
 }
 
 

@@ -9,9 +9,10 @@ of the queue, a new process:
   time: `requests_per_s_by_cpu` is what one core would do.
 - `latency_ms_p50`: one request at a time, from its send to its Dispatch in the mailbox.
 
-With a queue, that many requests of class free wait for a worker that is full, of all tenants by turns; what
-is measured are interactive requests, for each of which the worker ends one that it holds. So a request is let
-in, waits its turn, and takes the seat that becomes free, while the queue stays as long as it is.
+With a queue, that many requests of class batch wait, of all tenants by turns, for a worker that holds as many
+of them as it may. For the latency interactive requests pass them. For the rate the worker ends one that it
+holds for each request more that admission says it has queued, and the next in the queue gets the seat: as
+many are let in as are dispatched, and the queue stays as long as it is.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,6 @@ from schemas.priority import PriorityClass
 from schemas.topics import Layout
 
 _LAYOUT = Layout(shards=2, worker_slots=1, gateway_slots=1)
-_SEATS_OF_FULL = 64
 _TIMEOUT_S = 180.0
 _FOR_EVER = "1000000000,2000000000,3000000000,4000000000"
 _SETTINGS = {
@@ -80,6 +81,23 @@ async def run(options: argparse.Namespace, report: Callable[[str], None]) -> dic
     return {"cases": cases}
 
 
+def admission_child(kafka: str, folder: Path, layout: Layout, slot: int = 0) -> Child:
+    """An admission process that refuses nothing for load; its log is in `folder`."""
+    name, port = f"admission-{slot}", claim_port(0, "admission", random.Random())
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    env |= _SETTINGS | {
+        "HEADRACE_KAFKA": kafka,
+        "HEADRACE_SLOT": str(slot),
+        "HEADRACE_HTTP_PORT": str(port),
+        "HEADRACE_SHARDS": str(layout.shards),
+        "HEADRACE_WORKER_SLOTS": str(layout.worker_slots),
+        "HEADRACE_GATEWAY_SLOTS": str(layout.gateway_slots),
+        "HEADRACE_MODELS_DIR": str(folder / "models"),
+    }
+    argv = (sys.executable, "-m", "streams", "admission")
+    return Child(ChildSpec(name, argv, env, folder / f"{name}.log", http_ready(port)))
+
+
 class _Case:
     def __init__(self, kafka: str, folder: Path, tenants: int, queue: int) -> None:
         self._kafka, self._folder = kafka, folder
@@ -96,9 +114,16 @@ class _Case:
                 if self._queue:
                     await self._fill(child)
                 latencies = await self._latencies(options.singles)
+                waiting = await asyncio.to_thread(_queued, child)
                 cpu, machine = _cpu_s(child), cpu_times()
                 elapsed = await self._rate(options.requests, options.window)
                 cpu, foreign = _cpu_s(child) - cpu, cpu_times().foreign_share_since(machine)
+                queued = await asyncio.to_thread(_queued, child)
+                # Some seats may be on their way from one to the next.
+                if abs(queued - waiting) > fleet.max_num_seqs:
+                    raise RuntimeError(
+                        f"the queue was to stay at {waiting:.0f} requests, and has {queued:.0f}"
+                    )
         return {
             "requests_per_s": round(options.requests / elapsed),
             "requests_per_s_by_cpu": round(options.requests / cpu),
@@ -109,50 +134,41 @@ class _Case:
         }
 
     async def _fill(self, child: Child) -> None:
-        """Makes the worker full and lets the queue wait for it."""
-        fleet = self._fleet
-        fleet.max_num_seqs, fleet.ends_at_once = _SEATS_OF_FULL, False
-        await asyncio.sleep(0.5)  # its next heartbeats say so
-        done = len(fleet.dispatched_at)
-        for _ in range(self._queue + _SEATS_OF_FULL):
-            await self._send(PriorityClass.FREE)
-        await fleet.producer.flush()
-        await fleet.until_dispatched(done + _SEATS_OF_FULL, _TIMEOUT_S)
+        """Takes the seats that batch may have, and lets the queue wait."""
+        for _ in range(self._queue + self._fleet.max_num_seqs):
+            await self._send(PriorityClass.BATCH)
+        await self._fleet.producer.flush()
         deadline = time.monotonic() + _TIMEOUT_S
         while (queued := await asyncio.to_thread(_queued, child)) < self._queue:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{queued} of {self._queue} requests wait after {_TIMEOUT_S} s")
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.5)
 
     async def _latencies(self, count: int) -> list[float]:
-        found = []
+        """Of one request at a time, in ms."""
+        fleet, found = self._fleet, []
         for _ in range(count):
-            found.append(await self._singly())
+            began = time.perf_counter()
+            request_id = await self._send(PriorityClass.INTERACTIVE)
+            await fleet.until(partial(fleet.dispatched_at.__contains__, request_id), _TIMEOUT_S)
+            found.append((fleet.dispatched_at[request_id] - began) * 1_000)
             await asyncio.sleep(0.005)
         return found
 
-    async def _singly(self) -> float:
-        """One request, in ms."""
-        fleet = self._fleet
-        began = time.perf_counter()
-        request_id = await self._send(PriorityClass.INTERACTIVE)
-        async with asyncio.timeout(_TIMEOUT_S):
-            while request_id not in fleet.dispatched_at:
-                await fleet.end(1)
-                await fleet.until_dispatched(len(fleet.dispatched_at) + 1, _TIMEOUT_S)
-        return (fleet.dispatched_at[request_id] - began) * 1_000
-
     async def _rate(self, count: int, window: int) -> float:
-        """How long it takes (s) until as many requests more are dispatched."""
+        """How long it takes (s) until as many more are let in and as many are dispatched."""
         fleet = self._fleet
-        began, done = time.perf_counter(), len(fleet.dispatched_at)
+        fleet.ends_for_queued = bool(fleet.held)
+        priority = PriorityClass.BATCH if fleet.held else PriorityClass.INTERACTIVE
+        began, done, queued = time.perf_counter(), len(fleet.dispatched_at), fleet.num_queued
         for sent in range(count):
-            if sent >= window:
-                await fleet.until_dispatched(done + sent - window, _TIMEOUT_S)
-            await self._send(PriorityClass.INTERACTIVE)
-            await fleet.end(1)
-        await fleet.until_dispatched(done + count, _TIMEOUT_S)
-        return time.perf_counter() - began
+            await fleet.until(partial(fleet.has_dispatched, done + sent - window + 1), _TIMEOUT_S)
+            await self._send(priority)
+        await fleet.until(partial(fleet.has_dispatched, done + count), _TIMEOUT_S)
+        elapsed = time.perf_counter() - began
+        if fleet.ends_for_queued and fleet.num_queued != queued + count:
+            raise RuntimeError(f"{fleet.num_queued - queued} of {count} requests were let in")
+        return elapsed
 
     async def _send(self, priority: PriorityClass) -> bytes:
         self._sent += 1
@@ -160,18 +176,7 @@ class _Case:
 
     @asynccontextmanager
     async def _process(self) -> AsyncIterator[Child]:
-        port = claim_port(0, "admission", random.Random())
-        env = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-        env |= _SETTINGS | {
-            "HEADRACE_KAFKA": self._kafka,
-            "HEADRACE_HTTP_PORT": str(port),
-            "HEADRACE_SHARDS": str(_LAYOUT.shards),
-            "HEADRACE_WORKER_SLOTS": str(_LAYOUT.worker_slots),
-            "HEADRACE_GATEWAY_SLOTS": str(_LAYOUT.gateway_slots),
-            "HEADRACE_MODELS_DIR": str(self._folder / "models"),
-        }
-        argv = (sys.executable, "-m", "streams", "admission")
-        child = Child(ChildSpec("admission", argv, env, self._folder / "admission.log", http_ready(port)))
+        child = admission_child(self._kafka, self._folder, _LAYOUT)
         await child.start()
         try:
             yield child
@@ -184,9 +189,9 @@ def _cpu_s(child: Child) -> float:
 
 
 def _queued(child: Child) -> float:
-    """Requests that wait in class free, by the process's own figures."""
+    """Requests that wait in class batch, by the process's own figures."""
     url = f"http://127.0.0.1:{child.spec.env['HEADRACE_HTTP_PORT']}/metrics"
     with urllib.request.urlopen(url, timeout=10) as response:
         text = response.read().decode()
-    name = 'headrace_admission_queued_requests{class="free"} '
+    name = 'headrace_admission_queued_requests{class="batch"} '
     return next(float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name))

@@ -4,14 +4,14 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from schemas import topics
 from schemas.catalog import SIMULATED_MODEL
-from schemas.codec import default_codec, encode
+from schemas.codec import decode, default_codec, encode
 from schemas.fleet import (
     CONSUMER_SETTINGS,
     HEARTBEAT_INTERVAL_S,
@@ -21,8 +21,10 @@ from schemas.fleet import (
     publish_schemas,
 )
 from schemas.headers import ReplyTo, reply_headers, reply_to
+from schemas.kafka_login import client_settings
 from schemas.priority import PriorityClass
 from schemas.records import (
+    Admitted,
     ClassLimits,
     Heartbeat,
     InferenceRequest,
@@ -45,13 +47,15 @@ def tenant_name(number: int) -> str:
 class BenchFleet:
     """`dispatched_at`: by request id, when its Dispatch was read (s of time.perf_counter).
 
-    While `ends_at_once`, the worker ends all that it is given; else it holds it until `end`.
+    The worker ends all that it is given, but for class batch: of these it holds what it has until, with
+    `ends_for_queued`, admission has queued another one: `num_queued` of them so far.
     """
 
     def __init__(self, kafka: str, layout: Layout) -> None:
         self.layout = layout
         self.max_num_seqs = 256
-        self.ends_at_once = True
+        self.ends_for_queued = False
+        self.num_queued = 0
         self.held: deque[InferenceRequest] = deque()
         self.dispatched_at: dict[bytes, float] = {}
         self._requests: dict[bytes, InferenceRequest] = {}
@@ -59,13 +63,16 @@ class BenchFleet:
         self._epoch = 0
         self._to_end = 0
         self._moved = asyncio.Event()
-        self.producer = AIOKafkaProducer(bootstrap_servers=kafka, **PRODUCER_SETTINGS)
-        self._heartbeats = AIOKafkaProducer(bootstrap_servers=kafka, **HEARTBEAT_PRODUCER_SETTINGS)
-        self._mailbox = AIOKafkaConsumer(bootstrap_servers=kafka, **CONSUMER_SETTINGS)
+        self.producer = AIOKafkaProducer(**client_settings(kafka), **PRODUCER_SETTINGS)
+        self._heartbeats = AIOKafkaProducer(**client_settings(kafka), **HEARTBEAT_PRODUCER_SETTINGS)
+        self._mailbox = AIOKafkaConsumer(**client_settings(kafka), **CONSUMER_SETTINGS)
+        self._replies = AIOKafkaConsumer(**client_settings(kafka), **CONSUMER_SETTINGS)
 
     async def put_tenants(self, numbers: Sequence[int]) -> None:
         """With limits that nobody reaches, so that they are counted."""
-        limits = [ClassLimits(p, tokens_per_minute=_NO_BOUND, requests_per_minute=_NO_BOUND) for p in (0, 1)]
+        limits = [
+            ClassLimits(p, tokens_per_minute=_NO_BOUND, requests_per_minute=_NO_BOUND) for p in PriorityClass
+        ]
         for number in numbers:
             tenant = Tenant(tenant_name(number), 0, [], limits)
             await self.producer.send(topics.TENANTS, encode(tenant), key=tenant.name.encode(), partition=0)
@@ -95,20 +102,21 @@ class BenchFleet:
         )
         return request.request_id
 
-    async def end(self, count: int) -> None:
-        """Ends the `count` requests that the worker holds for the longest, as soon as it holds them."""
-        if not self.ends_at_once:
-            self._to_end += count
+    def has_dispatched(self, count: int) -> bool:
+        """Whether so many were dispatched in all."""
+        return len(self.dispatched_at) >= count
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Returns when it holds. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self._moved.clear()
+                await self._moved.wait()
+
+    async def _end_some(self) -> None:
         while self._to_end and self.held:
             self._to_end -= 1
             await self._end(self.held.popleft())
-
-    async def until_dispatched(self, count: int, timeout_s: float) -> None:
-        """Returns when so many were dispatched in all. Raises TimeoutError."""
-        async with asyncio.timeout(timeout_s):
-            while len(self.dispatched_at) < count:
-                self._moved.clear()
-                await self._moved.wait()
 
     async def _end(self, request: InferenceRequest) -> None:
         now = time.time_ns() // 1_000_000
@@ -142,12 +150,23 @@ class BenchFleet:
                     if request is None:
                         continue  # another run's of this benchmark
                     self.dispatched_at[request.request_id] = now
-                    if self.ends_at_once:
-                        await self._end(request)
-                    else:
+                    if request.priority == PriorityClass.BATCH:
                         self.held.append(request)
+                    else:
+                        await self._end(request)
                 self._read[partition.partition] = records[-1].offset + 1
-            await self.end(0)
+            await self._end_some()
+            self._moved.set()
+
+    async def _read_replies(self) -> None:
+        """Of class batch: what waits is told so."""
+        while True:
+            for records in (await self._replies.getmany(timeout_ms=1_000)).values():
+                count = sum(isinstance(decode(record.value), Admitted) for record in records)
+                self.num_queued += count
+                if self.ends_for_queued:
+                    self._to_end += count
+            await self._end_some()
             self._moved.set()
 
     async def _beat(self, nonce: bytes) -> None:
@@ -178,7 +197,7 @@ class BenchFleet:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Joins as worker 0 and lives; what ends one of its tasks ends the block."""
-        clients = (self.producer, self._heartbeats, self._mailbox)
+        clients = (self.producer, self._heartbeats, self._mailbox, self._replies)
         started = []
         try:
             for client in clients:
@@ -191,9 +210,14 @@ class BenchFleet:
             for mailbox, end in ends.items():
                 self._mailbox.seek(mailbox, end)
                 self._read[mailbox.partition] = end
+            replies = TopicPartition(topics.TOKENS, PriorityClass.BATCH)
+            end = (await self._replies.end_offsets([replies]))[replies]
+            self._replies.assign([replies])
+            self._replies.seek(replies, end)
             self._epoch, nonce = await join(self.producer, "worker", 0, model=SIMULATED_MODEL)
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._read_mailbox()), group.create_task(self._beat(nonce))]
+                works = (self._read_mailbox(), self._read_replies(), self._beat(nonce))
+                tasks = [group.create_task(work) for work in works]
                 yield
                 for task in tasks:
                     task.cancel()

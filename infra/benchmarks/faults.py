@@ -20,6 +20,7 @@ from infra.local.stack import BROKER, Stack
 from schemas import topics
 from schemas.catalog import SIMULATED_MODEL
 from schemas.records import Claim, Completion, Failed, Retry, Usage
+from schemas.usage_rank import usage_rank
 from workers.simulated_runner import SimulatedRunner
 
 _STARTED_S = 30.0
@@ -154,7 +155,7 @@ def _figures(
     for row in records:
         if isinstance(row, Usage) and row.request_id in ours:
             best = rows.get(row.request_id)
-            if best is None or _version(row) > _version(best):
+            if best is None or usage_rank(row) > usage_rank(best):
                 rows[row.request_id] = row
     wrong = [r for r in rows.values() if r.output_tokens != load.tokens]
     if wrong:
@@ -173,10 +174,6 @@ def _figures(
         "retries": len(retried),
         "claims": sum(isinstance(r, Claim) for r in records),
     }
-
-
-def _version(row: Usage) -> tuple[int, bool, int]:
-    return row.attempt, row.sealed, row.output_tokens
 
 
 def _only_child(pid: int) -> int:

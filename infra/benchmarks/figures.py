@@ -32,3 +32,16 @@ def cpu_seconds(sessions: Mapping[str, int]) -> dict[str, float]:
         session, ticks = int(fields[3]), int(fields[11]) + int(fields[12])
         by_session[session] = by_session.get(session, 0.0) + ticks / _TICKS_PER_S
     return {name: by_session.get(session, 0.0) for name, session in sessions.items()}
+
+
+def resident_bytes(session: int) -> int:
+    """Of all living processes of a session, what each has in memory; pages that two share count twice."""
+    pages = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        if int(fields[3]) == session:
+            pages += int(fields[21])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -9,6 +9,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from schemas import topics
 from schemas.codec import decode
 from schemas.fleet import CONSUMER_SETTINGS
+from schemas.kafka_login import client_settings
 from schemas.records import Dispatch, InferenceRequest, Tokens
 from schemas.topics import Layout
 
@@ -74,7 +75,7 @@ class LogReader:
         return found
 
     async def _consumer(self) -> AIOKafkaConsumer:
-        consumer = AIOKafkaConsumer(bootstrap_servers=self._kafka, **CONSUMER_SETTINGS)
+        consumer = AIOKafkaConsumer(**client_settings(self._kafka), **CONSUMER_SETTINGS)
         await consumer.start()
         return consumer
 

@@ -9,6 +9,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from infra.topics.create import create
 from schemas.fleet import CONSUMER_SETTINGS, PRODUCER_SETTINGS
+from schemas.kafka_login import client_settings
 from schemas.topics import TopicSpec
 
 _TOPIC = TopicSpec("bench.hop", 1, {"message.timestamp.type": "LogAppendTime"})
@@ -35,8 +36,8 @@ class RawHop:
 async def raw_hop(kafka: str) -> AsyncIterator[RawHop]:
     await create(kafka, [_TOPIC], replication=1)
     partition = TopicPartition(_TOPIC.name, 0)
-    producer = AIOKafkaProducer(bootstrap_servers=kafka, **PRODUCER_SETTINGS)
-    consumer = AIOKafkaConsumer(bootstrap_servers=kafka, **CONSUMER_SETTINGS)
+    producer = AIOKafkaProducer(**client_settings(kafka), **PRODUCER_SETTINGS)
+    consumer = AIOKafkaConsumer(**client_settings(kafka), **CONSUMER_SETTINGS)
     try:
         await producer.start()
         await consumer.start()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping
@@ -13,7 +14,7 @@ from pathlib import Path
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
-from infra.local.broker_properties import new_cluster_id, server_properties
+from infra.local.broker_properties import SUPER_USER, new_cluster_id, server_properties
 from infra.local.child import Child, ChildDiedError, ChildError, ChildSpec
 from infra.local.file_lock import FileLock, LockedError
 from infra.local.java import ensure_java
@@ -21,12 +22,26 @@ from infra.local.jvm import ClassArchive, KafkaCommand
 from infra.local.kafka_jars import ensure_kafka_jars
 from infra.local.paths import cache_dir
 from infra.local.ports import claim_port
+from schemas.kafka_login import MECHANISM, KafkaLogin, KafkaServers, client_settings
 
 _START_ATTEMPTS = 3
 _FORMAT_S = 60.0
 _ARCHIVE_S = 120.0
 _PROBE_S = 5.0
 _PREDECESSOR_ENDS_S = 2.0
+
+
+def password_file(data_dir: Path) -> Path:
+    return data_dir / "kafka" / "password"
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Whole or not at all, and for this user only."""
+    unfinished = path.with_name(f"{path.name}.partial")
+    unfinished.unlink(missing_ok=True)
+    with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    unfinished.rename(path)
 
 
 class BrokerError(RuntimeError):
@@ -38,6 +53,9 @@ class Broker:
 
     `port` 0 has a free one chosen at each first start; a restart of the same object keeps it where it can, so
     clients find the broker again. Data survive restarts on any port.
+
+    With `auth` clients must log in, and `bootstrap_servers` has the login of the services. Its password is
+    made with the data, and lies in `password_file`.
     """
 
     def __init__(
@@ -50,28 +68,47 @@ class Broker:
         rng: random.Random | None = None,
         avoid_ports: Collection[int] = (),
         pass_fds: tuple[int, ...] = (),
+        proxied: Mapping[int, int] | None = None,
+        auth: bool = False,
+        brokers: int = 1,
+        node: int = 1,
+        first: "Broker | None" = None,
     ) -> None:
+        """`proxied`: see `server_properties`. Of several `brokers` the `first` is started first and last
+        stopped: it is the controller of the others."""
         self.data_dir = data_dir.resolve()
-        self.log_file = self.data_dir / "logs" / "broker.log"
+        self.name = "broker" if node == 1 else f"broker-{node}"
+        self.log_file = self.data_dir / "logs" / f"{self.name}.log"
+        self.cluster_id = ""
+        self.controller_port = 0
+        self._brokers, self._node, self._first = brokers, node, first
         self.child: Child | None = None
         self._wanted_port = port
         self._port = 0
         self._env = dict(os.environ if env is None else env)
         self._report = report
         self._rng = rng or random.Random()
-        self._avoid_ports = frozenset(avoid_ports)
+        self._proxied = dict(proxied or {})
+        self._avoid_ports = frozenset((*avoid_ports, *self._proxied, *self._proxied.values()))
         self._pass_fds = pass_fds
-        self._kafka_dir = self.data_dir / "kafka"
+        self._kafka_dir = self.data_dir / ("kafka" if node == 1 else f"kafka-{node}")
         self._properties = self._kafka_dir / "server.properties"
         self._formatted = self._kafka_dir / "cluster_id"
         self._lock = FileLock(self._kafka_dir / "lock")
+        self._auth = auth
+        self.password_file = password_file(self.data_dir)
 
     @property
-    def bootstrap_servers(self) -> str:
+    def bootstrap_servers(self) -> KafkaServers:
         """Raises RuntimeError before the first start."""
         if not self._port:
             raise RuntimeError("the broker has no port before it is started")
-        return f"127.0.0.1:{self._port}"
+        password = self._password()
+        login = None if password is None else KafkaLogin(SUPER_USER, password)
+        return KafkaServers(f"127.0.0.1:{self._port}", login)
+
+    def _password(self) -> str | None:
+        return self.password_file.read_text() if self._auth else None
 
     @property
     def pid(self) -> int:
@@ -127,15 +164,25 @@ class Broker:
     ) -> None:
         for attempt in range(1, _START_ATTEMPTS + 1):
             self._choose_port(again=attempt > 1)
-            controller_port = claim_port(0, "Kafka controller", self._rng, {self._port, *self._avoid_ports})
+            self._choose_controller_port(again=attempt > 1)
             self._kafka_dir.mkdir(parents=True, exist_ok=True)
-            self._properties.write_text(
-                server_properties(self._kafka_dir / "log", self._port, controller_port)
+            self._ensure_password()
+            _write_private(
+                self._properties,
+                server_properties(
+                    self._kafka_dir / "log",
+                    self._port,
+                    self.controller_port,
+                    self._proxied,
+                    self._password(),
+                    node=self._node,
+                    brokers=self._brokers,
+                ),
             )
-            cluster_id = await self._format(format_tool)
+            self.cluster_id = cluster_id = await self._format(format_tool)
             self.child = Child(
                 ChildSpec(
-                    name="broker",
+                    name=self.name,
                     argv=server.argv("kafka.Kafka", str(self._properties)),
                     env=self._env,
                     log_file=self.log_file,
@@ -164,6 +211,24 @@ class Broker:
                 return
         self._port = claim_port(0, "Kafka", self._rng, self._avoid_ports)
 
+    def _ensure_password(self) -> None:
+        if not self._auth or self.password_file.exists():
+            return
+        if self._formatted.exists():
+            raise BrokerError(
+                f"the data in {self._kafka_dir} were made without broker authentication: "
+                "begin anew (--fresh), or start without it"
+            )
+        _write_private(self.password_file, secrets.token_urlsafe(24))
+
+    def _choose_controller_port(self, again: bool) -> None:
+        """Others that run know the one that there was."""
+        if self._first is not None:
+            self.controller_port = self._first.controller_port
+        elif again or self._brokers == 1 or not self.controller_port:
+            avoid = {self._port, *self._avoid_ports}
+            self.controller_port = claim_port(0, "Kafka controller", self._rng, avoid)
+
     async def _format(self, tool: KafkaCommand) -> str:
         """The cluster id of the data, made with them if need be.
 
@@ -173,8 +238,10 @@ class Broker:
             return self._formatted.read_text().strip()
         log_dir = self._kafka_dir / "log"
         shutil.rmtree(log_dir, ignore_errors=True)
-        cluster_id = new_cluster_id(self._rng)
+        cluster_id = new_cluster_id(self._rng) if self._first is None else self._first.cluster_id
         argv = tool.argv("kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(self._properties))
+        if (password := self._password()) is not None:
+            argv += ["--add-scram", f"{MECHANISM}=[name={SUPER_USER},password={password}]"]
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -202,7 +269,7 @@ class Broker:
             return False
         writer.close()
         admin = AIOKafkaAdminClient(
-            bootstrap_servers=self.bootstrap_servers, request_timeout_ms=int(_PROBE_S * 1000)
+            **client_settings(self.bootstrap_servers), request_timeout_ms=int(_PROBE_S * 1000)
         )
         try:
             async with asyncio.timeout(_PROBE_S):
@@ -212,7 +279,8 @@ class Broker:
             return False
         finally:
             await admin.close()
-        return cluster["cluster_id"] == cluster_id and bool(cluster["brokers"])
+        nodes = {broker["node_id"] for broker in cluster["brokers"]}
+        return cluster["cluster_id"] == cluster_id and self._node in nodes
 
     async def _ensure_archive(self, command: KafkaCommand, archive: ClassArchive) -> None:
         """Writes the archive where it is missing. Without it the broker works, only slower."""

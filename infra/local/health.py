@@ -5,6 +5,7 @@ import asyncio
 from infra.local.child import Probe
 
 READY_PATH = "/health/ready"
+LIVE_PATH = "/health/live"
 
 
 def http_ready(port: int, path: str = READY_PATH, timeout_s: float = 2.0) -> Probe:

@@ -189,20 +189,21 @@ def _install(target: Path) -> None:
 
 def _write_tokenizer_and_spec(folder: Path) -> None:
     # Imported where they are used: a warm start must not pay for them.
-    from infra.local.spm_tokenizer import build_tokenizer
-    from workers.models.gemma_config import ARCHITECTURE, GemmaConfig
+    from infra.local.gguf_tokenizer import build_tokenizer
+    from workers.models.gguf_config import decoder_config
     from workers.weights.gguf import GGUFFile
 
     with GGUFFile(folder / "model.gguf") as gguf:
         metadata = gguf.metadata
+        config = decoder_config(metadata, gguf.tensors, str(gguf.path))
     _write(folder / "tokenizer.json", build_tokenizer(metadata).to_str().encode())
     bos = metadata["tokenizer.ggml.bos_token_id"]
     spec = ModelSpec(
         id=MODEL_ID,
-        architecture=ARCHITECTURE,
+        architecture=config.architecture,
         weights="model.gguf",
         tokenizer="tokenizer.json",
-        max_model_len=GemmaConfig.from_metadata(metadata).context_length,
+        max_model_len=config.context_length,
         bos_token_id=bos if isinstance(bos, int) else 0,
         add_bos=metadata["tokenizer.ggml.add_bos_token"] is True,
         eos_token_ids=[_EOS, _END_OF_TURN],

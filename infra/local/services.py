@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from infra.local.broker import password_file
+from infra.local.broker_properties import SUPER_USER
+from infra.local.health import LIVE_PATH, READY_PATH
 from infra.local.stream_secret import stream_secret
 from schemas.config import PREFIX
 from schemas.topics import Layout
@@ -18,9 +21,15 @@ class StackConfig:
     """What a local stack is made of.
 
     `models` are catalogue ids: the gateway offers all of them (empty: all in `models_dir`), the workers
-    serve the first. `step_ms` is a step of the simulated runner. Ports: 0 has a free one chosen, and
-    `gateway_port` is that of slot 0. `settings` adds environment variables to one service:
-    {"worker": {"HEADRACE_KV_MEMORY_MIB": "64"}}. `start_timeout` (s) is for each process.
+    serve the first, each on `tensor_parallel` ranks. `step_ms` is a step of the simulated runner. Ports: 0
+    has a free one chosen, and `gateway_port` is that of slot 0. `settings` adds environment variables to one
+    service, or to one of its processes: {"worker": {"HEADRACE_KV_MEMORY_MIB": "64"}, "worker-1":
+    {"HEADRACE_MODEL": "other"}}.
+    `start_timeout` (s) is for each process. Of several `ledgers` one has the tables and the SQL port, and the
+    others stand by: they count as ready once they run. `kafka_proxies`: ports that the broker listens on
+    beside its own, and for each the port of a proxy to it; a process is sent there by its HEADRACE_KAFKA.
+    With `broker_auth` Kafka's clients must log in, the services too. Of several `brokers`, broker-2 and so on
+    are no controllers; `layout` says how often records are kept.
     """
 
     data_dir: Path
@@ -31,12 +40,17 @@ class StackConfig:
     step_ms: float | None = None
     layout: Layout = field(default_factory=Layout)
     workers: int = 1
+    tensor_parallel: int = 1
     gateways: int = 1
     admissions: int = 1
+    ledgers: int = 1
     kafka_port: int = 0
     gateway_port: int = 0
     sql_port: int = 0
     start_timeout: float = 300.0
+    kafka_proxies: Mapping[int, int] = field(default_factory=dict)
+    broker_auth: bool = False
+    brokers: int = 1
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -44,6 +58,7 @@ class StackConfig:
             "workers": (self.workers, self.layout.worker_slots),
             "gateways": (self.gateways, self.layout.gateway_slots),
             "admissions": (self.admissions, self.layout.shards),
+            "ledgers": (self.ledgers, self.layout.shards),
         }
         errors = [
             f"{name} must be 0 to {most} with this layout, not {count}"
@@ -55,6 +70,8 @@ class StackConfig:
             for name in ("kafka_port", "gateway_port", "sql_port")
             if not 0 <= getattr(self, name) <= 65_535
         ]
+        if self.broker_auth and self.brokers > 1:
+            errors.append("broker_auth is for one broker")
         if errors:
             raise ValueError("stack: " + "; ".join(errors))
 
@@ -85,6 +102,7 @@ class Service:
     count: Callable[[StackConfig], int]
     settings: Callable[[StackConfig, Instance], Mapping[str, str]] = lambda config, instance: {}
     stop_timeout: float = 15.0
+    ready_path: Callable[[StackConfig], str] = lambda config: READY_PATH
 
 
 def environment(
@@ -113,14 +131,26 @@ def environment(
         "HEADRACE_GATEWAY_SLOTS": str(config.layout.gateway_slots),
         "HEADRACE_MODELS_DIR": str(config.models_dir),
         "HEADRACE_MODELS": ",".join(config.models),
+        **_kafka_login(config),
         **service.settings(config, instance),
         **config.settings.get(instance.service, {}),
+        **config.settings.get(instance.name, {}),
+    }
+
+
+def _kafka_login(config: StackConfig) -> dict[str, str]:
+    if not config.broker_auth:
+        return {}
+    return {
+        "HEADRACE_KAFKA_USER": SUPER_USER,
+        "HEADRACE_KAFKA_PASSWORD_FILE": str(password_file(config.data_dir)),
     }
 
 
 def _ledger_settings(config: StackConfig, instance: Instance) -> dict[str, str]:
     return {
         "HEADRACE_DATA_DIR": str(config.data_dir / "ledger"),
+        "HEADRACE_OBJECT_STORE": str(config.data_dir / "objects"),
         "HEADRACE_SQL_PORT": str(instance.sql_port),
     }
 
@@ -128,6 +158,7 @@ def _ledger_settings(config: StackConfig, instance: Instance) -> dict[str, str]:
 def _worker_settings(config: StackConfig, instance: Instance) -> dict[str, str]:
     settings = {
         "HEADRACE_RUNNER": config.runner,
+        "HEADRACE_TENSOR_PARALLEL": str(config.tensor_parallel),
         "HEADRACE_DETERMINISTIC": "true" if config.deterministic else "false",
     }
     if config.models:
@@ -141,13 +172,20 @@ def _gateway_settings(config: StackConfig, instance: Instance) -> dict[str, str]
     # Ctrl-C is no rollout: whoever stops a local stack does not wait half a minute for an open stream.
     return {
         "HEADRACE_DRAIN_S": str(_GATEWAY_DRAIN_S),
+        "HEADRACE_OBJECT_STORE": str(config.data_dir / "objects"),
         "HEADRACE_STREAM_SECRET": stream_secret(config.data_dir),
     }
 
 
 SERVICES: Mapping[str, Service] = {
     "admission": Service((sys.executable, "-m", "streams", "admission"), 0, lambda c: c.admissions),
-    "ledger": Service((sys.executable, "-m", "streams", "ledger"), 0, lambda c: 1, _ledger_settings),
+    "ledger": Service(
+        (sys.executable, "-m", "streams", "ledger"),
+        0,
+        lambda c: c.ledgers,
+        _ledger_settings,
+        ready_path=lambda c: READY_PATH if c.ledgers == 1 else LIVE_PATH,
+    ),
     # A worker drains for 8 s, then tells of its end; what is not out by then is billed by nobody.
     "worker": Service((sys.executable, "-m", "workers"), 1, lambda c: c.workers, _worker_settings, 30.0),
     "gateway": Service((sys.executable, "-m", "gateway"), 2, lambda c: c.gateways, _gateway_settings),

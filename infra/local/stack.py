@@ -16,6 +16,7 @@ from infra.local.ports import claim_port
 from infra.local.services import SERVICES, Instance, Service, StackConfig, environment
 from infra.local.supervisor import Supervisor
 from infra.topics.create import create_topics
+from schemas.kafka_login import KafkaServers
 
 BROKER = "broker"
 _PREDECESSOR_ENDS_S = 2.0
@@ -45,6 +46,7 @@ class Stack:
         """`prepare` is called with the data folder once it is ours and before anything uses it."""
         self.config = config
         self.broker: Broker | None = None
+        self.more_brokers: dict[str, Broker] = {}
         self._report = report
         self._prepare = prepare
         self._services = services
@@ -54,11 +56,16 @@ class Stack:
         self._instances: dict[str, Instance] = {}
 
     @property
-    def bootstrap_servers(self) -> str:
-        """host:port of the broker. Raises RuntimeError before the start."""
+    def bootstrap_servers(self) -> KafkaServers:
+        """host:port of the broker, with the services' login where it asks for one.
+
+        Raises RuntimeError before the start.
+        """
         if self.broker is None:
             raise RuntimeError("the stack is not started")
-        return self.broker.bootstrap_servers
+        brokers = (self.broker, *self.more_brokers.values())
+        servers = ",".join(broker.bootstrap_servers for broker in brokers)
+        return KafkaServers(servers, self.broker.bootstrap_servers.login)
 
     @property
     def sql_url(self) -> str:
@@ -72,6 +79,8 @@ class Stack:
         """The process called `name`, for its pid, log file and state. Raises KeyError."""
         if name == BROKER and self.broker is not None and self.broker.child is not None:
             return self.broker.child
+        if name in self.more_brokers and (child := self.more_brokers[name].child) is not None:
+            return child
         return self._supervisor.child(name)
 
     async def start(self) -> None:
@@ -93,8 +102,12 @@ class Stack:
                 rng=self._rng,
                 avoid_ports={port for i in self._instances.values() for port in (i.http_port, i.sql_port)},
                 pass_fds=self._lock.descriptors,
+                proxied=self.config.kafka_proxies,
+                auth=self.config.broker_auth,
+                brokers=self.config.brokers,
             )
             await self.broker.start(self.config.start_timeout)
+            await self._start_more_brokers(self.broker)
             # 3. Topics, before anyone reads or writes them.
             created = await create_topics(self.bootstrap_servers, self.config.layout)
             if created:
@@ -111,10 +124,14 @@ class Stack:
         # 4. Services, all at the same time: they meet on the log, so none waits for another.
         try:
             await self._supervisor.stop()
+            await asyncio.gather(*(broker.stop() for broker in self.more_brokers.values()))
             if self.broker is not None:
                 await self.broker.stop()
         finally:
             if self.broker is not None:
+                for broker in self.more_brokers.values():
+                    broker.kill()
+                self.more_brokers.clear()
                 self.broker.kill()
             self._instances.clear()
             self._lock.release()
@@ -124,6 +141,9 @@ class Stack:
         if name == BROKER and self.broker is not None:
             await self.broker.stop()
             await self.broker.start(self.config.start_timeout)
+        elif name in self.more_brokers:
+            await self.more_brokers[name].stop()
+            await self.more_brokers[name].start(self.config.start_timeout)
         else:
             await self._supervisor.restart(name)
 
@@ -152,6 +172,21 @@ class Stack:
     ) -> None:
         await self.stop()
 
+    async def _start_more_brokers(self, first: Broker) -> None:
+        taken = {port for i in self._instances.values() for port in (i.http_port, i.sql_port)}
+        for node in range(2, self.config.brokers + 1):
+            broker = Broker(
+                self.config.data_dir,
+                rng=self._rng,
+                avoid_ports={*taken, first.controller_port},
+                pass_fds=self._lock.descriptors,
+                brokers=self.config.brokers,
+                node=node,
+                first=first,
+            )
+            await broker.start(self.config.start_timeout)
+            self.more_brokers[broker.name] = broker
+
     def _instance(self, name: str) -> Instance:
         if name not in self._instances:
             names = ", ".join(self._instances)
@@ -170,7 +205,7 @@ class Stack:
 
     def _claim_ports(self) -> list[Instance]:
         """All processes of all services. Raises PortTakenError for an asked-for port that is in use."""
-        taken: set[int] = set()
+        taken = {*self.config.kafka_proxies, *self.config.kafka_proxies.values()}
 
         def claim(wanted: int, purpose: str) -> int:
             port = claim_port(wanted, purpose, self._rng, taken)
@@ -180,11 +215,15 @@ class Stack:
         if self.config.kafka_port:
             claim(self.config.kafka_port, "kafka_port")
         instances = []
+        ledger_sql_port = 0
         # The ports that were asked for first, so that none of them is drawn for another.
         for name in sorted(self._services, key=lambda name: name not in ("gateway", "ledger")):
             for slot in range(self._services[name].count(self.config)):
                 first_gateway = name == "gateway" and slot == 0
-                sql_port = claim(self.config.sql_port, "sql_port") if name == "ledger" else 0
+                if name == "ledger" and slot == 0:
+                    # One port: only the ledger that has the tables listens.
+                    ledger_sql_port = claim(self.config.sql_port, "sql_port")
+                sql_port = ledger_sql_port if name == "ledger" else 0
                 http_port = claim(self.config.gateway_port if first_gateway else 0, "gateway_port")
                 instances.append(Instance(name, slot, http_port, sql_port))
         return instances
@@ -204,7 +243,7 @@ class Stack:
                 argv=service.argv,
                 env=environment(service, self.config, instance, self.bootstrap_servers, os.environ),
                 log_file=self.config.data_dir / "logs" / f"{instance.name}.log",
-                ready=http_ready(instance.http_port),
+                ready=http_ready(instance.http_port, service.ready_path(self.config)),
                 start_timeout=self.config.start_timeout,
                 stop_timeout=service.stop_timeout,
                 pass_fds=self._lock.descriptors,

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,17 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from rich.console import Console
 from rich.table import Table
 
+from infra.replay.closed_loop import ClosedLoop
 from infra.replay.comparison import compare
-from infra.replay.policy import ShippedPolicy, load_policy
+from infra.replay.outcome import differences, outcome
+from infra.replay.policy import Policy, ShippedPolicy, load_policy
 from infra.replay.recording import Recording
+from infra.tenants import read_tenants
+from infra.topic_scan import offsets_at, scan
 from schemas import topics
 from schemas.codec import CodecError, decode
-from schemas.fleet import CONSUMER_SETTINGS
+from schemas.fleet import BUSY_CONSUMER_SETTINGS
+from schemas.kafka_login import client_settings
 from schemas.records import Decision, Usage
 from schemas.topics import Layout
 
@@ -24,6 +30,7 @@ MAX_RECORDS = 2_000_000
 # Usage comes when a request ends: rows of what began before `until` are looked for so long after.
 _USAGE_AFTER = timedelta(minutes=10)
 _AGO = re.compile(r"(\d+)([smh])")
+_SIDES = ("recorded", "replayed", "shipped", "policy")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours"}
 
 
@@ -39,9 +46,18 @@ def parse_time(text: str, now: datetime) -> datetime:
 
 
 async def replay(
-    servers: str, layout: Layout, since: str, until: str | None, policy_path: Path | None
+    servers: str,
+    layout: Layout,
+    since: str,
+    until: str | None,
+    policy_path: Path | None,
+    *,
+    closed_loop: bool,
 ) -> dict[str, Any]:
-    """The figures of `Comparison`. Raises ValueError for bad times, a bad policy, or too many records."""
+    """The figures of `Comparison`, or of `carried_forward`.
+
+    Raises ValueError for bad times, a bad policy, or too many records.
+    """
     now = datetime.now(UTC)
     begin = parse_time(since, now)
     end = now if until is None else parse_time(until, now)
@@ -49,14 +65,38 @@ async def replay(
         raise ValueError(f"--from {begin.isoformat()} is not before --to {end.isoformat()}")
     policy = ShippedPolicy() if policy_path is None else load_policy(policy_path)
     recording = await read(servers, layout, begin, end)
-    figures = compare(policy, recording.requests()).figures()
+    if closed_loop:
+        weights = {name: tenant.weight for name, tenant in (await read_tenants(servers)).items()}
+        figures = carried_forward(recording, weights, None if policy_path is None else policy)
+    else:
+        figures = compare(policy, recording.requests()).figures()
     return {"from": begin.isoformat(), "to": end.isoformat(), **figures, "unseen": recording.num_unseen}
+
+
+def carried_forward(
+    recording: Recording, weights: Mapping[str, float], policy: Policy | None
+) -> dict[str, Any]:
+    """What was recorded, what the simulated fleet makes of it with the shipped policy, and with `policy`.
+
+    Raises ValueError where the record tells of no fleet, or for a policy that routes to what is no candidate.
+    """
+    loop, shipped = ClosedLoop(recording.requests(), weights), ShippedPolicy()
+    before = loop.run(shipped)
+    figures = {
+        "requests": len(loop.requests),
+        "recorded": outcome(shipped, loop.requests),
+        "shipped": outcome(shipped, before.requests()),
+    }
+    if policy is None:
+        return figures
+    after = loop.run(policy)
+    return {**figures, "policy": outcome(policy, after.requests()), **differences(before, after)}
 
 
 async def read(servers: str, layout: Layout, begin: datetime, end: datetime) -> Recording:
     """What lies in the log between two times, by the broker's clock; of usage, somewhat more."""
     recording = Recording()
-    consumer = AIOKafkaConsumer(bootstrap_servers=servers, **CONSUMER_SETTINGS)
+    consumer = AIOKafkaConsumer(**client_settings(servers), **BUSY_CONSUMER_SETTINGS)
     await consumer.start()
     try:
         await _read(consumer, layout, topics.DECISIONS, begin, end, recording)
@@ -72,29 +112,14 @@ async def _read(
     counts = {spec.name: spec.partitions for spec in topics.topic_specs(layout)}
     partitions = [TopicPartition(topic, number) for number in range(counts[topic])]
     ends = await consumer.end_offsets(partitions)
-    starts = await _offsets_at(consumer, partitions, begin)
-    stops = await _offsets_at(consumer, partitions, end)
-    left = {p: stops.get(p, ends[p]) for p in partitions if starts.get(p, ends[p]) < stops.get(p, ends[p])}
-    consumer.assign(list(left))
-    for partition in left:
-        consumer.seek(partition, starts[partition])
-    while left:
-        for partition, records in (await consumer.getmany(timeout_ms=500)).items():
-            for record in records:
-                if record.offset < left.get(partition, 0):
-                    _add(record.value, into)
-        for partition in list(left):
-            if await consumer.position(partition) >= left[partition]:
-                del left[partition]
-                consumer.pause(partition)
-
-
-async def _offsets_at(
-    consumer: Any, partitions: list[TopicPartition], when: datetime
-) -> dict[TopicPartition, int]:
-    """The first offset not before a time, of partitions that have one."""
-    found = await consumer.offsets_for_times(dict.fromkeys(partitions, int(when.timestamp() * 1_000)))
-    return {p: place.offset for p, place in found.items() if place is not None}
+    starts = await offsets_at(consumer, partitions, begin)
+    stops = await offsets_at(consumer, partitions, end)
+    await scan(
+        consumer,
+        {partition: starts.get(partition, ends[partition]) for partition in partitions},
+        {partition: stops.get(partition, ends[partition]) for partition in partitions},
+        lambda record: _add(record.value, into),
+    )
 
 
 def _add(value: bytes | None, into: Recording) -> None:
@@ -110,16 +135,18 @@ def _add(value: bytes | None, into: Recording) -> None:
 
 def show(figures: dict[str, Any], console: Console) -> None:
     """A table for people, then all figures as one line of JSON on standard output."""
-    table = Table("", "recorded", "replayed", title=f"{figures['requests']:,} requests")
+    sides = [side for side in _SIDES if side in figures]
+    table = Table("", *sides, title=f"{figures['requests']:,} requests")
     for name in figures["recorded"]:
-        table.add_row(name, *(_text(figures[side][name]) for side in ("recorded", "replayed")))
+        table.add_row(name, *(_text(figures[side][name]) for side in sides))
     console.print(table)
     for name in ("newly_refused", "newly_let_in", "routed_elsewhere", "real_ttft_ms", "real_hit_rate"):
-        console.print(f"{name}: {_text(figures[name]) or 'none'}")
+        if name in figures:
+            console.print(f"{name}: {_text(figures[name]) or 'none'}")
     print(json.dumps(figures))
 
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {part:,}" for name, part in value.items())
+        return ", ".join(f"{name} {_text(part)}" for name, part in value.items())
     return f"{value:,}"

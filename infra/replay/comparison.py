@@ -1,8 +1,8 @@
 """A policy's decisions beside those that were made. Pure.
 
 One step each: the policy meets every request with the load as it was, which its own decisions before would
-have changed. So the figures say where it decides otherwise, and not what the fleet would have become: that is
-what `headrace simulate` is for.
+have changed. So the figures say where it decides otherwise, and not what would have become of the fleet: that
+is what closed_loop.py is for.
 """
 
 from collections import Counter
@@ -13,6 +13,7 @@ from typing import Any
 from infra.replay.policy import Policy
 from infra.replay.recording import Recorded
 from schemas.priority import PriorityClass
+from streams.admission.arrival import BUDGET_EXCEEDED
 
 # Refusals that a policy decides; those under a limit or a bound of the queue stay as they are.
 LOAD_REFUSALS = frozenset({"start_unreachable", "over_fair_share", "free_class_shed"})
@@ -30,14 +31,23 @@ class Side:
     prompt_tokens: int = 0
     hit_tokens: float = 0.0
 
+    def add(self, request: Recorded, max_tokens: int, predicted_ms: float) -> None:
+        """One that is let in."""
+        self.let_in += 1
+        self.capped += max_tokens < request.seen.max_tokens
+        self.prompt_tokens += request.seen.prompt_tokens
+        self.predicted_ttft_ms.append(predicted_ms)
+        if (real := request.real_ttft_ms) is not None:
+            self.ttft_error_ms.append(predicted_ms - real)
+
     def figures(self) -> dict[str, Any]:
         return {
             "let_in": self.let_in,
             "refused": {f"{label} {code}": n for (label, code), n in sorted(self.refused.items())},
             "capped": self.capped,
-            "predicted_ttft_ms": _percentiles(self.predicted_ttft_ms),
-            "ttft_error_ms": _percentiles(self.ttft_error_ms),
-            "predicted_hit_rate": _rate(self.hit_tokens, self.prompt_tokens),
+            "predicted_ttft_ms": percentiles(self.predicted_ttft_ms),
+            "ttft_error_ms": percentiles(self.ttft_error_ms),
+            "predicted_hit_rate": rate(self.hit_tokens, self.prompt_tokens),
         }
 
 
@@ -63,11 +73,11 @@ class Comparison:
             "evicted": self.evicted,
             "recorded": self.recorded.figures(),
             "replayed": self.replayed.figures(),
-            "newly_refused": _by_tenant(self.newly_refused),
-            "newly_let_in": _by_tenant(self.newly_let_in),
+            "newly_refused": by_tenant(self.newly_refused),
+            "newly_let_in": by_tenant(self.newly_let_in),
             "routed_elsewhere": self.routed_elsewhere,
-            "real_ttft_ms": _percentiles(self.real_ttft_ms),
-            "real_hit_rate": _rate(self.real_hit_tokens, self.real_prompt_tokens),
+            "real_ttft_ms": percentiles(self.real_ttft_ms),
+            "real_hit_rate": rate(self.real_hit_tokens, self.real_prompt_tokens),
         }
 
 
@@ -89,18 +99,18 @@ def _compare_one(policy: Policy, request: Recorded, found: Comparison) -> None:
     if was_refused:
         found.recorded.refused[label, request.reason] += 1
     else:
-        _let_in(found.recorded, request, request.max_tokens, seen.predicted_ttft_ms)
+        found.recorded.add(request, request.max_tokens, seen.predicted_ttft_ms)
         found.recorded.hit_tokens += request.cached_tokens
-    refusal = policy.admit(request.tenant, request.model, seen)
-    if refusal is not None:
-        found.replayed.refused[label, refusal.code] += 1
+    refused = _refused(policy, request)
+    if refused is not None:
+        found.replayed.refused[label, refused] += 1
         found.newly_refused[whose] += not was_refused
     elif was_refused and not by_load:
         found.replayed.refused[label, request.reason] += 1
     else:
         predicted = policy.predict_ttft_ms(request.tenant, request.model, seen)
         most = policy.max_tokens(request.tenant, request.model, seen)
-        _let_in(found.replayed, request, most, predicted)
+        found.replayed.add(request, most, predicted)
         found.replayed.hit_tokens += _routed(policy, request, found)
         found.newly_let_in[whose] += was_refused
     if request.usage is not None and not was_refused:
@@ -110,13 +120,12 @@ def _compare_one(policy: Policy, request: Recorded, found: Comparison) -> None:
         found.real_ttft_ms.append(real)
 
 
-def _let_in(side: Side, request: Recorded, max_tokens: int, predicted_ms: float) -> None:
-    side.let_in += 1
-    side.capped += max_tokens < request.seen.max_tokens
-    side.prompt_tokens += request.seen.prompt_tokens
-    side.predicted_ttft_ms.append(predicted_ms)
-    if (real := request.real_ttft_ms) is not None:
-        side.ttft_error_ms.append(predicted_ms - real)
+def _refused(policy: Policy, request: Recorded) -> str | None:
+    """A budget decides before any policy, by what was left of it."""
+    if request.seen.is_out_of_budget:
+        return BUDGET_EXCEEDED
+    refusal = policy.admit(request.tenant, request.model, request.seen)
+    return None if refusal is None else refusal.code
 
 
 def _routed(policy: Policy, request: Recorded, found: Comparison) -> float:
@@ -132,18 +141,18 @@ def _routed(policy: Policy, request: Recorded, found: Comparison) -> float:
     return request.cached_tokens if chosen.chosen else float(chosen.cached_tokens)
 
 
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
+def percentiles(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
     ordered = sorted(values)
     return {f"p{p}": round(ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 1) for p in (50, 90, 99)}
 
 
-def _rate(part: float, whole: float) -> float:
+def rate(part: float, whole: float) -> float:
     return round(part / whole, 4) if whole else 0.0
 
 
-def _by_tenant(counts: Counter[tuple[str, str]], most: int = 10) -> dict[str, int]:
+def by_tenant(counts: Counter[tuple[str, str]], most: int = 10) -> dict[str, int]:
     named = {f"{label} {tenant}": n for (label, tenant), n in counts.most_common(most) if n}
     rest = sum(counts.values()) - sum(named.values())
     return named | ({"others": rest} if rest else {})

@@ -45,7 +45,8 @@ class Policy(Protocol):
     """Requests come in the order in which they came to admission; a policy may keep what it has seen."""
 
     def admit(self, tenant: str, model: str, seen: Arrival) -> Refusal | None:
-        """Why the load does not let the request in. Limits are not asked: what they refused stays refused."""
+        """Why the load does not let the request in. Limits and budgets are not asked: what they
+        refused stays refused."""
 
     def max_tokens(self, tenant: str, model: str, seen: Arrival) -> int:
         """How long its answer may be: `seen.max_tokens`, or less."""

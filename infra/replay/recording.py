@@ -9,14 +9,33 @@ from schemas.records import Decision, Usage
 from streams.admission.arrival import Arrival
 
 _FIGURE = re.compile(r"slot_(\d+)_(load|cached_tokens|slowness|prefill_ms)")
+_PREFIX = re.compile(r"((?:shared_)?prefix)_(\d+)")
 # What a request came to. Others (requeue, cap, shed) are steps on its way, or no request's.
 _ENDS = frozenset({"dispatch", "reject", "evict"})
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedWorker:
+    """Whom a request was dispatched to, as it told of itself; `num_seqs` with the request."""
+
+    slot: int
+    num_blocks: int
+    max_num_seqs: int
+    num_seqs: float
+    step_time_ms: float
+    decode_tokens_per_s: float
+    prefill_tokens_per_s: float
+
+
 @dataclass(slots=True)
 class Recorded:
-    """A first attempt: what was seen, what came of it. `usage` is None while, or if, it has none."""
+    """A first attempt: what was seen, what came of it. `usage` is None while, or if, it has none.
 
+    `prefix`: (name, depth in tokens, key) of the prompt's beginnings, shortest first, as far as they were
+    looked at; the same key is the same beginning.
+    """
+
+    request_id: bytes
     tenant: str
     model: str
     seen: Arrival
@@ -26,6 +45,8 @@ class Recorded:
     cached_tokens: float = 0.0
     max_tokens: int = 0
     candidates: list[Candidate] = field(default_factory=list)
+    prefix: list[tuple[str, int, int]] = field(default_factory=list)
+    worker: RecordedWorker | None = None
     usage: Usage | None = None
 
     @property
@@ -74,6 +95,7 @@ def _recorded(decision: Decision) -> Recorded:
     inputs = decision.inputs
     seen = Arrival.from_inputs(inputs)
     return Recorded(
+        decision.request_id,
         decision.tenant,
         decision.model,
         seen,
@@ -83,7 +105,28 @@ def _recorded(decision: Decision) -> Recorded:
         inputs.get("cached_tokens", 0.0),
         int(inputs.get("granted_max_tokens", seen.max_tokens)),
         _candidates(inputs, decision.slot),
+        _prefix(inputs),
+        _worker(inputs, decision.slot),
     )
+
+
+def _worker(inputs: dict[str, float], slot: int | None) -> RecordedWorker | None:
+    if slot is None or "worker_step_time_ms" not in inputs:
+        return None
+    return RecordedWorker(
+        slot,
+        int(inputs["worker_num_blocks"]),
+        int(inputs["worker_max_num_seqs"]),
+        inputs["worker_num_seqs"],
+        inputs["worker_step_time_ms"],
+        inputs.get("worker_decode_tokens_per_s", 0.0),
+        inputs["worker_prefill_tokens_per_s"],
+    )
+
+
+def _prefix(inputs: dict[str, float]) -> list[tuple[str, int, int]]:
+    found = [(m[1], int(m[2]), int(key)) for name, key in inputs.items() if (m := _PREFIX.fullmatch(name))]
+    return sorted(found)
 
 
 def _candidates(inputs: dict[str, float], chosen: int | None) -> list[Candidate]:

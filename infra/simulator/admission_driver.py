@@ -16,6 +16,8 @@ from schemas.records import (
     Usage,
 )
 from streams.admission.actions import Action, Assign
+from streams.admission.arrival import OverloadPolicy
+from streams.admission.router import RoutingPolicy
 
 _SHARDS = 4
 _NONCE = bytes(8)
@@ -31,9 +33,16 @@ def milliseconds(now: float) -> int:
 class AdmissionDriver:
     """One process that holds all partitions. Times in seconds of the virtual clock."""
 
-    def __init__(self, scenario: Scenario, *, log_decisions: bool) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        log_decisions: bool,
+        overload: OverloadPolicy | None = None,
+        routing: RoutingPolicy | None = None,
+    ) -> None:
         config = admission_config(scenario.policy | {"decision_log": log_decisions})
-        self.admission = config.admission()
+        self.admission = config.admission(overload=overload, routing=routing)
         start = milliseconds(0.0)
         self.admission.on_assigned(dict.fromkeys(range(_SHARDS * topics.NUM_CLASSES), 0), start)
         self._partitions = {

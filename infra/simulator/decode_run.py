@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from schemas.priority import PriorityClass
 from workers.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
 from workers.request import FinishReason, Request
-from workers.roofline import Roofline
+from workers.roofline import StepCosts
 from workers.scheduler import Scheduler
 
 # Relative. The scheduler adds up what a step takes sequence by sequence; in closed form the last bits differ.
@@ -32,7 +32,6 @@ class _Member:
     request: Request
     index: int
     end: int
-    sequence: ScheduledSequence
     synced: int = 0
 
 
@@ -45,7 +44,7 @@ class DecodeRun:
     def __init__(
         self,
         scheduler: Scheduler,
-        roofline: Roofline,
+        roofline: StepCosts,
         num_left: Callable[[Request], int],
         token_id: int,
         last_token_id: int,
@@ -65,7 +64,7 @@ class DecodeRun:
         block_size, buckets, num_by_class = self._kv.block_size, self._buckets, self._num_by_class
         num_context_tokens = 0
         for index, request in enumerate(scheduler.running):
-            member = _Member(request, index, num_left(request), ScheduledSequence(request, 1, True))
+            member = _Member(request, index, num_left(request))
             self._members.append(member)
             num_computed = request.num_computed_tokens
             num_context_tokens += num_computed
@@ -74,8 +73,6 @@ class DecodeRun:
             num_by_class[request.priority] += 1
         self._num_context_tokens = num_context_tokens
         self._by_end = sorted(self._members, key=lambda m: (m.end, m.index), reverse=True)
-        num = len(self._members)
-        self._batch = SchedulerOutput([m.sequence for m in self._members], total_num_scheduled_tokens=num)
 
     @staticmethod
     def can_run(scheduler: Scheduler) -> bool:
@@ -83,6 +80,9 @@ class DecodeRun:
         the first step goes as a run's step does."""
         running = scheduler.running
         if scheduler.num_waiting or not len(running):
+            return False
+        newest = running.last  # mostly the one whose prompt is being computed
+        if newest.num_tokens - newest.num_computed_tokens != 1:
             return False
         block_size = scheduler.kv_cache_manager.block_size
         num_context_tokens = 0
@@ -143,27 +143,26 @@ class DecodeRun:
 
     def carry_out(self, num_steps: int) -> list[Request]:
         """The first `num_steps` of the plan. Returns the requests that ended with the last of them."""
-        num_seqs, batch, meter = len(self._members), self._batch, self._scheduler.meter
+        num_seqs = len(self._members)
         block_size, buckets = self._kv.block_size, self._buckets
         caching, cache_computed = self._kv.hasher is not None, self._kv.cache_computed
-        step, context = self.num_done, self._num_context_tokens
-        steps: list[tuple[int, float]] = []
-        for seconds in self._seconds[:num_steps]:
-            step += 1
-            context += num_seqs
-            for member in buckets[step % block_size]:
-                self._grow(member, step)
-            steps.append((context, seconds))
-            meter.add(batch, seconds)
-            if caching:
+        seconds, context = self._seconds[:num_steps], self._num_context_tokens
+        first, step = self.num_done + 1, self.num_done + len(seconds)
+        if caching:
+            for at in range(first, step + 1):
+                self._grow([(member, at) for member in buckets[at % block_size]])
                 # Those whose block is full now. At once: a block of the same hash may be evicted later.
-                for member in buckets[(step + 1) % block_size]:
-                    if member.end > step:
-                        self._sync(member, step)
+                for member in buckets[(at + 1) % block_size]:
+                    if member.end > at:
+                        self._sync(member, at)
                         cache_computed(member.request)
-        # As `Scheduler.observe` does. Nobody asks the model before the last of these steps is over.
+        else:
+            self._grow([(m, at) for at in range(first, step + 1) for m in buckets[at % block_size]])
+        steps = [(context + num_seqs * number, each) for number, each in enumerate(seconds, 1)]
+        # As `Scheduler.observe` does. Nobody asks meter or model before the last of these steps is over.
+        self._scheduler.meter.add_decodes(num_seqs, seconds)
         self._scheduler.step_time.observe_steps(num_seqs, 0, steps)
-        self.num_done, self._num_context_tokens = step, context
+        self.num_done, self._num_context_tokens = step, context + num_seqs * len(seconds)
         del self.ends[:num_steps], self._seconds[:num_steps]
         ended: list[Request] = []
         while self._by_end and self._by_end[-1].end == step:
@@ -175,14 +174,14 @@ class DecodeRun:
         for member in self._members:
             self._sync(member, self.num_done)
 
-    def _grow(self, member: _Member, step: int) -> None:
-        """Gives the member the block that it needs in this step."""
-        self._sync(member, step - 1)
-        request = member.request
-        num_held = len(request.block_table)
-        if not self._kv.allocate_slots(request, 1):
-            raise RuntimeError("a planned step lacks a block")
-        self._scheduler.budget.on_allocated(request, len(request.block_table) - num_held)
+    def _grow(self, due: list[tuple[_Member, int]]) -> None:
+        """Gives each member the block that it needs in a step: (member, step), in the order of the steps."""
+        budget = self._scheduler.budget
+        grown = self._kv.append_blocks([member.request for member, _ in due])
+        for request, (member, step) in zip(grown, due, strict=True):
+            if len(request.block_table) > request.num_expected_blocks:
+                self._sync(member, step - 1)  # it is longer than was expected: what is expected now?
+            budget.on_allocated(request, 1)
 
     def _sync(self, member: _Member, step: int) -> None:
         num_tokens = step - member.synced
@@ -198,12 +197,11 @@ class DecodeRun:
         self._sync(member, step - 1)
         # The last token is one that the scheduler takes itself: it books the end.
         sampled = RunnerOutput([self._last_token_id])
-        (output,) = self._scheduler.update_from_output(SchedulerOutput([member.sequence]), sampled)
+        batch = SchedulerOutput([ScheduledSequence(request, 1, True)])
+        (output,) = self._scheduler.update_from_output(batch, sampled)
         if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             raise RuntimeError(f"request {request.request_id.hex()} was to end with this token")
         self._members.remove(member)
-        self._batch.scheduled.remove(member.sequence)
-        self._batch.total_num_scheduled_tokens -= 1
         self._num_by_class[request.priority] -= 1
         # Context tokens of a request that has ended are of no step to come: prompt and output but the last.
         self._num_context_tokens -= request.num_tokens - 1

@@ -6,21 +6,19 @@ from workers.config import NO_PREFIX_CACHING
 from workers.kv_cache_manager import make_kv_cache_manager
 from workers.pool_sizes import MIB
 from workers.preemption import SwapCost
-from workers.roofline import Roofline
+from workers.roofline import StepCosts
 from workers.scheduler import Scheduler
 
 
-def make_scheduler(model: Model, workers: Workers, roofline: Roofline, eos_token_id: int) -> Scheduler:
-    """With the KV blocks that `roofline` has room for, and `swap_memory_mib` on the host."""
+def make_scheduler(model: Model, workers: Workers, costs: StepCosts, eos_token_id: int) -> Scheduler:
+    """With the KV blocks that `costs` has room for, and `swap_memory_mib` on the host."""
     hasher = None
     if workers.prefix_caching != NO_PREFIX_CACHING:
         hasher = BlockHasher(workers.model, "simulated", PrefixSharing(workers.prefix_caching))
-    num_host_blocks = workers.swap_memory_mib * MIB // roofline.bytes_per_block
-    kv_cache_manager = make_kv_cache_manager(
-        roofline.num_blocks, num_host_blocks=num_host_blocks, hasher=hasher
-    )
+    num_host_blocks = workers.swap_memory_mib * MIB // costs.bytes_per_block
+    kv_cache_manager = make_kv_cache_manager(costs.num_blocks, num_host_blocks=num_host_blocks, hasher=hasher)
     swap_cost = None
     if num_host_blocks:
-        swap_cost = SwapCost(roofline.bytes_per_block, roofline.swap_bytes_per_s)
+        swap_cost = SwapCost(costs.bytes_per_block, costs.swap_bytes_per_s)
     config = scheduler_config(model, workers)
     return Scheduler(config, kv_cache_manager, frozenset({eos_token_id}), swap_cost)

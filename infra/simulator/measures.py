@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from infra.simulator.workload import Arrival
 from schemas.priority import PriorityClass
-from schemas.records import Decision
+from schemas.records import Decision, Usage
 
 
 @dataclass(slots=True, eq=False)
@@ -74,8 +74,8 @@ class Sample:
 class Measures:
     """`gaps` are by model and class.
 
-    `token_log`, if there is one, gets (request number, position, time) of each token; then `decisions` are
-    all that admission made.
+    `token_log`, if there is one, gets (request number, position, time) of each token. `record`, if there is
+    one, gets what lies on fleet.decisions and inference.usage, in order.
     """
 
     flights: list[Flight] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Measures:
     num_prefix_hits: int = 0
     ended_at: float = 0.0
     token_log: list[tuple[int, int, float]] | None = None
-    decisions: list[Decision] = field(default_factory=list)
+    record: list[Decision | Usage] | None = None
 
     def gaps_of(self, model: str) -> tuple[GapLog, ...]:
         """The model's logs, by class."""

@@ -1,6 +1,7 @@
 """Figures of a simulated run, as JSON: by traffic, tenant, model and class, worker, and over time.
 
-Only requests that arrived after the warm-up count, and tokens between it and the scenario's duration. Times
+Only requests that arrived after the warm-up count, and what ends and comes between it and the scenario's
+duration, whenever it arrived: `finished_per_s` is what a fleet carries, however long its queue. Times
 to the first token are the client's: a record's way back from the worker is in them. Percentiles are those of
 the values themselves, weighted by how many sequences waited.
 """
@@ -24,6 +25,7 @@ Floats = npt.NDArray[np.float64]
 def figures(scenario: Scenario, measures: Measures) -> dict[str, Any]:
     """Everything the simulation has to say, in types that JSON knows."""
     flights = [f for f in measures.flights if f.arrival.at >= scenario.warm_up]
+    finished = Counter(f.arrival.traffic for f in measures.flights if _is_finished_within(f, scenario))
     by_traffic: defaultdict[str, list[Flight]] = defaultdict(list)
     by_tenant: defaultdict[str, list[Flight]] = defaultdict(list)
     for flight in flights:
@@ -34,7 +36,10 @@ def figures(scenario: Scenario, measures: Measures) -> dict[str, Any]:
         "duration_s": scenario.duration,
         "seed": scenario.seed,
         "gpus": scenario.num_gpus,
-        "traffic": {name: _of_traffic(scenario, name, some) for name, some in sorted(by_traffic.items())},
+        "traffic": {
+            name: _of_traffic(scenario, name, some, finished[name])
+            for name, some in sorted(by_traffic.items())
+        },
         "tenants": {name: _of_tenant(some, span) for name, some in sorted(by_tenant.items())},
         "token_gap_ms": _token_gaps(scenario, measures),
         "fleet": _of_fleet(scenario, measures, flights),
@@ -42,7 +47,7 @@ def figures(scenario: Scenario, measures: Measures) -> dict[str, Any]:
     }
 
 
-def _of_traffic(scenario: Scenario, name: str, flights: list[Flight]) -> dict[str, Any]:
+def _of_traffic(scenario: Scenario, name: str, flights: list[Flight], num_finished: int) -> dict[str, Any]:
     span = scenario.duration - scenario.warm_up
     hop_s = scenario.delays.hop_ms / 1000
     traffic = scenario.traffic.get(name)
@@ -60,6 +65,7 @@ def _of_traffic(scenario: Scenario, name: str, flights: list[Flight]) -> dict[st
         "failed": dict(Counter(f.failed for f in flights if f.failed)),
         "offered_per_s": len(flights) / span,
         "goodput_per_s": well / span,
+        "finished_per_s": num_finished / span,
         "ttft_ms": percentiles(ttft),
         "time_per_output_token_ms": percentiles(
             [x for x, f in zip(itl, served, strict=True) if f.num_tokens > 1]
@@ -212,6 +218,11 @@ def _arrays(log: GapLog) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
 
 def _is_served(flight: Flight) -> bool:
     return flight.ended_at is not None and flight.refused is None and flight.failed is None
+
+
+def _is_finished_within(flight: Flight, scenario: Scenario) -> bool:
+    at = flight.ended_at
+    return at is not None and scenario.warm_up <= at < scenario.duration and _is_served(flight)
 
 
 def _first_token(flight: Flight) -> float:

@@ -9,11 +9,12 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from infra.simulator.measured import MeasuredCosts
 from schemas.config import PREFIX, from_env
 from streams.admission.config import AdmissionConfig
 from workers.config import WorkerConfig
-from workers.roofline import DEVICES, MODELS, DType, Roofline
-from workers.scheduler_config import SchedulerConfig
+from workers.roofline import DEVICES, MODELS, DType, Roofline, StepCosts
+from workers.scheduler_config import SchedulerConfig, gpu_max_num_seqs
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
@@ -37,24 +38,36 @@ class Lengths(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Model(Struct, forbid_unknown_fields=True, frozen=True):
-    """`shape` is one of the roofline's."""
+    """`shape` is one of the roofline's; workers that are `measured` need none."""
 
-    shape: str
+    shape: str | None = None
     weight_dtype: DType = DType.FP8
     kv_dtype: DType = DType.BF16
     compute_dtype: DType = DType.BF16
     max_model_len: Count = 32_768
 
 
+class Measured(Struct, forbid_unknown_fields=True, frozen=True):
+    """Instead of GPUs, what a worker told of itself: its KV blocks, how long a step takes (and for each
+    sequence in it) in ms, and how fast it computes prompts (0: not known)."""
+
+    num_blocks: Count
+    step_ms: Annotated[float, Meta(ge=0)]
+    seq_ms: Annotated[float, Meta(ge=0)] = 0.0
+    prefill_tokens_per_s: Annotated[float, Meta(ge=0)] = 0.0
+
+
 class Workers(Struct, forbid_unknown_fields=True, frozen=True):
-    """`count` workers, each on `tensor_parallel` GPUs of which it has `memory_share`. Slots are in order."""
+    """`count` workers, each on `tensor_parallel` GPUs of which it has `memory_share`, or as `measured`. Slots
+    are in order."""
 
     model: str
-    gpu: str
+    gpu: str | None = None
+    measured: Measured | None = None
     count: Count = 1
     tensor_parallel: Count = 1
     memory_share: Share = 0.9
-    max_num_seqs: Count = WorkerConfig.max_num_seqs
+    max_num_seqs: Count | None = WorkerConfig.max_num_seqs
     max_num_batched_tokens: Count = WorkerConfig.max_num_batched_tokens
     max_prefill_chunk: Count = WorkerConfig.max_prefill_chunk
     inter_token_target_ms: Seconds = WorkerConfig.inter_token_target_ms
@@ -188,8 +201,14 @@ def admission_config(policy: Mapping[str, bool | int | float | str]) -> Admissio
     return from_env(AdmissionConfig, environ | {f"{PREFIX}KAFKA": "none"})
 
 
-def roofline(model: Model, workers: Workers) -> Roofline:
+def step_costs(model: Model, workers: Workers) -> StepCosts:
     """Raises ValueError when the model does not fit."""
+    measured = workers.measured
+    if measured is not None:
+        times = measured.step_ms / 1000, measured.seq_ms / 1000, measured.prefill_tokens_per_s
+        return MeasuredCosts(measured.num_blocks, *times)
+    assert workers.gpu is not None  # scenario_file.py looked at both
+    assert model.shape is not None
     return Roofline(
         DEVICES[workers.gpu],
         MODELS[model.shape],
@@ -202,10 +221,14 @@ def roofline(model: Model, workers: Workers) -> Roofline:
 
 
 def scheduler_config(model: Model, workers: Workers) -> SchedulerConfig:
-    """Raises ValueError for limits that no engine takes."""
+    """Raises ValueError for limits that no engine takes, and where the model does not fit."""
+    max_num_seqs = workers.max_num_seqs
+    if max_num_seqs is None:
+        num_blocks = step_costs(model, workers).num_blocks
+        max_num_seqs = gpu_max_num_seqs(num_blocks, workers.max_num_batched_tokens)
     return SchedulerConfig(
         max_model_len=model.max_model_len,
-        max_num_seqs=workers.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=workers.max_num_batched_tokens,
         max_prefill_chunk=workers.max_prefill_chunk,
         inter_token_target_ms=workers.inter_token_target_ms,

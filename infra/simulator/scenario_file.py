@@ -14,8 +14,8 @@ from infra.simulator.scenario import (
     Traffic,
     Workers,
     admission_config,
-    roofline,
     scheduler_config,
+    step_costs,
 )
 from schemas.priority import PriorityClass
 from schemas.records import ClassLimits
@@ -51,7 +51,7 @@ def parse_scenario(text: bytes, source: str, folder: Path) -> Scenario:
 def _errors(scenario: Scenario, folder: Path) -> list[str]:
     found = []
     for name, model in scenario.models.items():
-        if model.shape not in MODELS:
+        if model.shape is not None and model.shape not in MODELS:
             found.append(f"$.models.{name}.shape: {model.shape!r} is none of {', '.join(MODELS)}")
     if found:
         return found
@@ -87,12 +87,23 @@ def _errors(scenario: Scenario, folder: Path) -> list[str]:
 def _worker_errors(scenario: Scenario, workers: Workers) -> list[str]:
     if workers.model not in scenario.models:
         return [f"model: {workers.model!r} is not in models"]
-    if workers.gpu not in DEVICES:
-        return [f"gpu: {workers.gpu!r} is none of {', '.join(DEVICES)}"]
+    model = scenario.models[workers.model]
+    measured = workers.measured
+    if (workers.gpu is None) == (measured is None):
+        return ["gpu: give it, or measured instead"]
+    if workers.gpu is not None:
+        if workers.gpu not in DEVICES:
+            return [f"gpu: {workers.gpu!r} is none of {', '.join(DEVICES)}"]
+        if model.shape is None:
+            return [f"model: {workers.model!r} has no shape, which a gpu needs"]
+    if measured is not None:
+        if workers.swap_memory_mib:
+            return ["swap_memory_mib: must be 0 where a worker is measured"]
+        if not measured.step_ms + measured.seq_ms:
+            return ["measured.step_ms: must be above 0 where seq_ms is 0"]
     if workers.prefix_caching not in ("tenant", "shared", "off"):
         return [f"prefix_caching: {workers.prefix_caching!r} is none of tenant, shared, off"]
-    model = scenario.models[workers.model]
-    return _raised("tensor_parallel", partial(roofline, model, workers)) + _raised(
+    return _raised("tensor_parallel", partial(step_costs, model, workers)) or _raised(
         "max_num_batched_tokens", partial(scheduler_config, model, workers)
     )
 

@@ -30,20 +30,31 @@ _MAX_DRAIN_S = 3_600.0
 class Simulation:
     """One run of a scenario. `leap`: collapse steps that only decode; the outcome is the same.
 
-    `log_all`: the measures get every token and every decision.
+    `log_tokens`, `record`: the measures get every token; every decision and usage row. `asked`: these arrive,
+    by time, and not the scenario's traffic. `admission` None: one with the scenario's `policy`.
     """
 
-    def __init__(self, scenario: Scenario, folder: Path, *, leap: bool = True, log_all: bool = False) -> None:
-        self.measures = Measures(token_log=[] if log_all else None)
+    def __init__(
+        self,
+        scenario: Scenario,
+        folder: Path,
+        *,
+        leap: bool = True,
+        log_tokens: bool = False,
+        record: bool = False,
+        asked: Iterable[Arrival] | None = None,
+        admission: AdmissionDriver | None = None,
+    ) -> None:
+        self.measures = Measures(token_log=[] if log_tokens else None, record=[] if record else None)
         self.now = 0.0
         self._scenario = scenario
         self._leap = leap
         self._hop_s = scenario.delays.hop_ms / 1000
         self._read_s = scenario.delays.heartbeat_read_ms / 1000
-        self._events: list[tuple[float, int, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, int, int, Callable[[], None]]] = []
         self._num_events = 0
-        self._arrivals = arrivals(scenario, folder)
-        self._admission = AdmissionDriver(scenario, log_decisions=log_all)
+        self._arrivals = arrivals(scenario, folder) if asked is None else iter(asked)
+        self._admission = admission or AdmissionDriver(scenario, log_decisions=record)
         self._slots: list[tuple[Model, Workers]] = [
             (scenario.models[workers.model], workers)
             for workers in scenario.fleet
@@ -77,7 +88,7 @@ class Simulation:
         gc.disable()
         try:
             while events and not self._is_over():
-                self.now, _, _, call = heapq.heappop(events)
+                self.now, *_, call = heapq.heappop(events)
                 call()
         finally:
             if collecting:
@@ -85,15 +96,17 @@ class Simulation:
         for worker in self._workers.values():
             worker.finish(self.now)
         self.measures.ended_at = self.now
+        self._record()
         return self.measures
 
     def _is_over(self) -> bool:
         late = self.now - self._scenario.duration
         return late >= 0 and (not self._num_online or late > _MAX_DRAIN_S)
 
-    def _at(self, at: float, kind: int, call: Callable[[], None]) -> None:
+    def _at(self, at: float, kind: int, call: Callable[[], None], order: int = 0) -> None:
+        """`order` of events of a kind at one time, where it must not be that of their announcements."""
         self._num_events += 1
-        heapq.heappush(self._events, (at, kind, self._num_events, call))
+        heapq.heappush(self._events, (at, kind, order, self._num_events, call))
 
     def _after_hop(self, call: Callable[[], None], num_hops: int = 1) -> None:
         self._at(self.now + num_hops * self._hop_s, _RECORD, call)
@@ -182,7 +195,8 @@ class Simulation:
         )
 
     def _call_at(self, worker: SimulatedWorker, at: float) -> None:
-        self._at(at, _STEP, partial(self._on_step_end, worker, at))
+        # A leap announces its end sooner than its last step would.
+        self._at(at, _STEP, partial(self._on_step_end, worker, at), worker.slot)
 
     def _on_step_end(self, worker: SimulatedWorker, at: float) -> None:
         # A leap that was cut has announced another time; a worker that died has none.
@@ -219,6 +233,7 @@ class Simulation:
             self._close(flight, request.request_id)
             if backlog := self._backlogs.get(flight.arrival.traffic):
                 backlog.ended(self.now)
+        self._record(rows)
         # Tokens are acked before the usage row is sent.
         self._after_hop(partial(self._on_usage, rows), 2)
 
@@ -244,8 +259,13 @@ class Simulation:
         for slot, epoch in [run for run in self._silent if self._admission.is_gone(*run)]:
             self._silent.remove((slot, epoch))
             self._lose(epoch)
-        if self.measures.token_log is not None:
-            self.measures.decisions += self._admission.decisions()
+        self._record()
+
+    def _record(self, rows: Iterable[Usage] = ()) -> None:
+        record = self.measures.record
+        if record is not None:
+            record += self._admission.decisions()
+            record += rows
 
     # Failures
 

@@ -1,4 +1,4 @@
-"""A worker in virtual time: the shipped scheduler and block pool on a roofline's step times.
+"""A worker in virtual time: the shipped scheduler and block pool on the step times of its GPUs.
 
 It is driven by events: `dispatch` hands a request over, `on_step_end` comes when the step, or the last step
 of the leap, that it announced to `call_at` is over. In between its heartbeat tells how it was when the last
@@ -9,13 +9,14 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from infra.simulator.decode_run import DecodeRun
 from infra.simulator.engine import make_scheduler
 from infra.simulator.measures import Flight, Measures
-from infra.simulator.scenario import Model, Workers, roofline
+from infra.simulator.scenario import Model, Workers, step_costs
 from schemas.priority import PriorityClass
-from schemas.records import Dispatch, WorkerStatus
+from schemas.records import ClassLoad, Dispatch, WorkerStatus
 from workers.batch import RunnerOutput, SchedulerOutput
 from workers.request import FinishReason, Request, RequestOutput
 from workers.request_factory import make_request
@@ -33,6 +34,15 @@ class Ended:
     request: Request
     reason: FinishReason
     error: str
+
+
+class _Look(NamedTuple):
+    """How it was when a step ended; all but `free_blocks` by class."""
+
+    num_running: tuple[int, ...]
+    num_waiting: tuple[int, ...]
+    own_blocks: tuple[int, ...]
+    free_blocks: int
 
 
 class SimulatedWorker:
@@ -55,16 +65,17 @@ class SimulatedWorker:
     ) -> None:
         self.slot, self.epoch = slot, epoch
         self.next_event_at = float("inf")
-        self.roofline = roofline(model, workers)
+        self.costs = step_costs(model, workers)
         self._model, self._workers = model, workers
         self._measures = measures
         self._gaps = measures.gaps_of(workers.model)
         self._call_at, self._on_ended = call_at, on_ended
         self._leap = leap
-        self._runner = SimulatedRunner(vocab_size=TOKEN_ID + 1, roofline=self.roofline)
-        self.scheduler = make_scheduler(model, workers, self.roofline, EOS_TOKEN_ID)
+        self._runner = SimulatedRunner(vocab_size=TOKEN_ID + 1, roofline=self.costs)
+        self.scheduler = make_scheduler(model, workers, self.costs, EOS_TOKEN_ID)
         self._inbox: deque[tuple[Request, int]] = deque()
         self._flights: dict[bytes, Flight] = {}
+        self._num_output_tokens: dict[bytes, int] = {}
         self._read_offsets = [0] * len(PriorityClass)
         self._step: tuple[SchedulerOutput, float] | None = None
         self._run: DecodeRun | None = None
@@ -104,19 +115,22 @@ class SimulatedWorker:
         if self._run is not None and (num_over := bisect_right(self._run.ends, now)):
             # The last one may end requests: that is for `on_step_end`, at its own time.
             self._carry_out(min(num_over, len(self._run.ends) - 1), now)
-        num_running, num_waiting, num_free = self._see() if self._run is not None else self._look
+        look = self._see() if self._run is not None else self._look
+        num_running = sum(look.num_running)
+        # In a leap each request lacks one token.
+        uncomputed = look.num_running if self._run is not None else self.scheduler.num_uncomputed_tokens()
         pool, meter = self.scheduler.kv_cache_manager.pool, self.scheduler.meter
         return WorkerStatus(
             model=self._workers.model,
             max_model_len=self._model.max_model_len,
             draining=False,
             num_blocks=pool.num_blocks,
-            free_blocks=num_free,
+            free_blocks=look.free_blocks,
             block_size=pool.block_size,
-            max_num_seqs=self._workers.max_num_seqs,
+            max_num_seqs=self.scheduler.config.max_num_seqs,
             num_running=num_running,
-            num_waiting=list(num_waiting),
-            queued_prefill_tokens=num_running if self._run else self.scheduler.num_uncomputed_tokens(),
+            num_waiting=list(look.num_waiting),
+            queued_prefill_tokens=sum(uncomputed),
             mailbox_offsets=list(self._read_offsets),
             step_age_ms=0,
             step_time_ms=meter.step_s * 1000,
@@ -124,6 +138,8 @@ class SimulatedWorker:
             decode_tokens_per_s=meter.decode_tokens_per_s,
             canary="ok",
             prefix_sketch=self._sketch(now),
+            by_class=list(map(ClassLoad, look.num_running, look.own_blocks, uncomputed)),
+            num_gpus=self._workers.tensor_parallel,
         )
 
     def die(self, now: float) -> list[tuple[Request, list[int]]]:
@@ -152,7 +168,7 @@ class SimulatedWorker:
         self._take_inbox(now)
         while True:
             if self._leap and self._can_leap(now):
-                self._run = DecodeRun(self.scheduler, self.roofline, self._num_left, TOKEN_ID, EOS_TOKEN_ID)
+                self._run = DecodeRun(self.scheduler, self.costs, self._num_left, TOKEN_ID, EOS_TOKEN_ID)
                 self._run_at = now
                 if self._go_on(now):
                     return
@@ -223,7 +239,10 @@ class SimulatedWorker:
         while inbox:
             request, offset = inbox.popleft()
             self._read_offsets[request.priority] = offset + 1
-            self._tell(self.scheduler.add_request(request), now)
+            outputs = self.scheduler.add_request(request)
+            ends = self._flights[request.request_id].arrival.num_output_tokens
+            self._num_output_tokens[request.request_id] = min(ends, request.max_output_tokens)
+            self._tell(outputs, now)
 
     def _tell(self, outputs: list[RequestOutput], now: float) -> None:
         flights, measures = self._flights, self._measures
@@ -254,7 +273,7 @@ class SimulatedWorker:
         for end in ended:
             # A higher attempt may have come here meanwhile.
             if end.reason is not FinishReason.SUPERSEDED:
-                del self._flights[end.request.request_id]
+                del self._flights[end.request.request_id], self._num_output_tokens[end.request.request_id]
         self._on_ended(self, ended, now)
 
     def _ended(self, request: Request, reason: FinishReason | None, error: str = "") -> Ended:
@@ -262,12 +281,12 @@ class SimulatedWorker:
         return Ended(self._flights[request.request_id], request, reason, error)
 
     def _next_token(self, request: Request) -> int:
-        return EOS_TOKEN_ID if self._num_left(request) == 1 else TOKEN_ID
+        num_tokens = len(request.output_token_ids) + 1
+        return EOS_TOKEN_ID if num_tokens == self._num_output_tokens[request.request_id] else TOKEN_ID
 
     def _num_left(self, request: Request) -> int:
         """Tokens that are to come of the request."""
-        ends = min(self._flights[request.request_id].arrival.num_output_tokens, request.max_output_tokens)
-        return ends - len(request.output_token_ids)
+        return self._num_output_tokens[request.request_id] - len(request.output_token_ids)
 
     def _sketch(self, now: float) -> bytes:
         """Which prefixes are cached, when it is time to say so."""
@@ -276,10 +295,15 @@ class SimulatedWorker:
             return b""
         return self._sketch_beat.sketch(kv.prefix_index.keys(), shared=kv.hasher.is_shared, now=now)
 
-    def _see(self) -> tuple[int, tuple[int, ...], int]:
+    def _see(self) -> _Look:
         scheduler = self.scheduler
-        free = scheduler.kv_cache_manager.num_free_blocks
-        return scheduler.num_running, scheduler.num_waiting_by_class(), free
+        running, kv = scheduler.running, scheduler.kv_cache_manager
+        return _Look(
+            running.len_by_class(),
+            scheduler.num_waiting_by_class(),
+            running.own_blocks_by_class(),
+            kv.num_free_blocks,
+        )
 
     def _announce(self, at: float) -> None:
         self.next_event_at = at

@@ -15,12 +15,12 @@ from random import Random
 
 import msgspec
 
-from infra.simulator.scenario import Lengths, Prefixes, Scenario, Traffic
+from infra.simulator.scenario import Lengths, Prefixes, Scenario, Spike, Traffic
 from schemas.priority import PriorityClass
 from schemas.records import InferenceRequest, SamplingParams
 
 # Token ids of shared prefixes, and from which on each request's own are: ids only have to differ.
-_FIRST_PREFIX_ID = 1 << 16
+FIRST_PREFIX_ID = 1 << 16
 _FIRST_OWN_ID = 1 << 24
 
 
@@ -66,7 +66,7 @@ class Arrival:
         """The prompt of the request with this number."""
         shared = self.num_prefix_tokens
         own = [_FIRST_OWN_ID + number] * (self.num_prompt_tokens - shared)
-        return [_FIRST_PREFIX_ID + self.prefix] * shared + own if shared else own
+        return [FIRST_PREFIX_ID + self.prefix] * shared + own if shared else own
 
 
 class _TraceLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -160,13 +160,19 @@ def _trace(path: Path, duration: float) -> Iterator[tuple[float, int, int]]:
 
 def _poisson(traffic: Traffic, duration: float, random: Random) -> Iterator[float]:
     """Arrivals of a rate that changes, by thinning (Lewis and Shedler, 1979)."""
-    peak = traffic.rate * math.prod(max(1.0, spike.times) for spike in traffic.spikes)
+    peak = traffic.rate * _highest_spike(traffic.spikes)
     if not peak:
         return
     at = traffic.from_s
     while (at := at + random.expovariate(peak)) < duration:
         if random.random() * peak < _rate(traffic, at):
             yield at
+
+
+def _highest_spike(spikes: list[Spike]) -> float:
+    """How many times the rate there is at most; at least 1. It changes where a spike begins or ends."""
+    changes = [at for spike in spikes for at in (spike.at, spike.until)]
+    return max((math.prod(s.times for s in spikes if s.at <= at < s.until) for at in changes), default=1.0)
 
 
 def _rate(traffic: Traffic, at: float) -> float:
