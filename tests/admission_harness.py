@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from schemas.priority import PriorityClass
 from schemas.records import (
     Cancellation,
     ClassLimits,
+    ClassLoad,
     Dispatch,
     Heartbeat,
     InferenceRequest,
@@ -55,7 +57,8 @@ def make_request(**fields: Any) -> InferenceRequest:
 
 
 def make_status(**fields: Any) -> WorkerStatus:
-    """An idle worker with 1,000 blocks and 8 sequences."""
+    """An idle worker with 1,000 blocks and 8 sequences. What runs is interactive where nothing else is said,
+    and each that waits has the same prompt."""
     defaults: dict[str, Any] = {
         "model": MODEL,
         "max_model_len": 8_192,
@@ -73,7 +76,20 @@ def make_status(**fields: Any) -> WorkerStatus:
         "prefill_tokens_per_s": 1_000.0,
         "decode_tokens_per_s": 100.0,
     }
-    return WorkerStatus(**{**defaults, **fields})
+    status = WorkerStatus(**{**defaults, **fields})
+    if "by_class" not in fields:
+        waiting = status.queued_prefill_tokens - status.num_running
+        parts = [waiting * num // (sum(status.num_waiting) or 1) for num in status.num_waiting]
+        running = [
+            ClassLoad(status.num_running, 0, status.num_running),
+            ClassLoad(0, 0, 0),
+            ClassLoad(0, 0, 0),
+        ]
+        status.by_class = [
+            replace(load, prefill_tokens=load.prefill_tokens + part)
+            for load, part in zip(running, parts, strict=True)
+        ]
+    return status
 
 
 def make_tenant(name: str = "demo", **fields: Any) -> Tenant:

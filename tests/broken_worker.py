@@ -37,7 +37,7 @@ class BrokenRunner(SimulatedRunner):
         return output
 
 
-def load_broken_engine(config: WorkerConfig) -> LoadedEngine:
+def load_broken_engine(config: WorkerConfig, on_rank_died: object) -> LoadedEngine:
     loaded = load_engine(config)
     runner = BrokenRunner(vocab_size=127, first_token_id=32, step_ms=config.step_ms)
     runner.wrong = WRONG_FROM_THE_START in os.environ

@@ -96,6 +96,10 @@ def check_invariants(scheduler: Scheduler, requests: list[Request]) -> None:
     held = Counter(block for r in requests for block in r.block_table)
     assert all(pool.ref_cnt(block) == held[block] for block in range(pool.num_blocks))
     assert pool.num_free_blocks == pool.num_blocks - len(held)
+    in_classes = [[r for r in scheduler.running if r.priority is priority] for priority in PriorityClass]
+    assert scheduler.running.len_by_class() == tuple(map(len, in_classes))
+    own = [sum(len(r.block_table) - r.num_shared_blocks for r in those) for those in in_classes]
+    assert scheduler.running.own_blocks_by_class() == tuple(own)
     if kv.hasher is None:
         assert not held or max(held.values()) == 1
     host_held = Counter(block for r in requests for block in r.host_block_table)

@@ -11,6 +11,7 @@ from workers.engine import Engine
 from workers.request import FinishReason, Request, RequestOutput, RequestStatus
 from workers.scheduler_config import SchedulerConfig
 from workers.simulated_runner import SimulatedRunner
+from workers.step_time import num_attended_pairs
 from workers.stop_strings import StopStringChecker
 
 # Few tokens, each a letter: short stop strings are met.
@@ -102,6 +103,14 @@ class Run:
         batch, outputs = self.engine.step(blocked_now)
         total = sum(s.num_scheduled_tokens for s in batch.scheduled)
         assert batch.total_num_scheduled_tokens == total <= config.max_num_batched_tokens
+        chunks = [
+            (s.request.num_computed_tokens - s.num_scheduled_tokens, s.num_scheduled_tokens)
+            for s in batch.scheduled
+        ]
+        assert batch.num_sampled == sum(s.samples for s in batch.scheduled)
+        assert batch.num_context_tokens == sum(before + new for before, new in chunks)
+        pairs = sum(num_attended_pairs(before, new - 1) for before, new in chunks)
+        assert batch.num_attended_pairs == pairs
         assert len({id(s.request) for s in batch.scheduled}) == len(batch.scheduled) <= config.max_num_seqs
         assert all(0 < s.num_scheduled_tokens <= config.max_prefill_chunk for s in batch.scheduled)
         assert not any(s.request.reply_partition in blocked_now for s in batch.scheduled)

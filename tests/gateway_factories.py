@@ -10,6 +10,8 @@ from aiokafka import ConsumerRecord
 
 from gateway.actions import Action
 from gateway.app import make_app
+from gateway.batch_book import BatchBook
+from gateway.batch_log import BatchLog
 from gateway.config import GatewayConfig
 from gateway.exchange import Message
 from gateway.log_scans import LogScans
@@ -21,6 +23,7 @@ from schemas.api_keys import new_key
 from schemas.catalog import Catalog
 from schemas.codec import decode
 from schemas.models import LoadedModel
+from schemas.offered_models import OfferedModels
 from schemas.priority import PriorityClass
 from schemas.records import (
     Completion,
@@ -30,10 +33,10 @@ from schemas.records import (
     Rejected,
     SamplingParams,
     Tenant,
-    TokenChunk,
     TokenLogprobs,
     Tokens,
 )
+from schemas.token_records import TokenChunk
 
 MODEL = LoadedModel.load(Catalog.load(Path("no-models")), "simulated")
 KEY, _API_KEY = new_key(0)
@@ -45,15 +48,19 @@ TENANTS = [
     Tenant("off", PriorityClass.FREE, [_DISABLED_API_KEY], [], disabled=True),
 ]
 SLOT, EPOCH, WORKER_EPOCH = 1, 70, 55
+NOWHERE = "nowhere:1"
 
 
 class RecordingOutbox(Outbox):
-    """Acks every request at once, or raises `error`; keeps the actions; `on_request` may answer."""
+    """Acks every request at once, or raises `error`; keeps the actions, which are `acked`; `on_request` may
+    answer."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.sent: list[OwnedRequest] = []
         self.descriptions: list[Described] = []
+        self.acked = asyncio.Event()
+        self.acked.set()
         self.arrived = asyncio.Event()
         self.error: Exception | None = None
         self.on_request: Callable[[OwnedRequest], None] | None = None
@@ -70,14 +77,35 @@ class RecordingOutbox(Outbox):
             asyncio.get_running_loop().call_soon(self.on_request, owned)
         return len(self.sent) - 1
 
+    async def drained(self) -> None:
+        await self.acked.wait()
+
     async def send_description(self, description: Described, reply_partition: int, timeout_s: float) -> None:
         if self.error is not None:
             raise self.error
         self.descriptions.append(description)
 
 
+class UnwrittenBatches(BatchLog):
+    """Batches as one gateway alone knows them; the log is in test_gateway_batches.py."""
+
+    failed = False
+
+    def __init__(self) -> None:
+        self.book = BatchBook()
+
+    async def stop(self) -> None:
+        pass
+
+    async def catch_up(self, tenant: str) -> None:
+        pass
+
+    async def _append(self, tenant: str, key: str, value: bytes | None) -> None:
+        pass
+
+
 def config(**changes: Any) -> GatewayConfig:
-    return GatewayConfig(**{"kafka": "nowhere:1", "slot": SLOT, "models": "simulated", **changes})
+    return GatewayConfig(**{"kafka": NOWHERE, "slot": SLOT, "models": "simulated", **changes})
 
 
 class Stand:
@@ -89,11 +117,13 @@ class Stand:
         self.serving = Serving(config(**changes), self._catch_up_tenants)
         self.outbox = RecordingOutbox()
         self.serving.outbox = self.outbox
-        self.serving.scans = LogScans("nowhere:1", self._decode, lambda: 0, most=2, kept_bytes=1 << 20)
+        self.serving.scans = LogScans(NOWHERE, self._decode, lambda: 0, most=2, kept_bytes=1 << 20)
         self.serving.owner = Owner(SLOT, EPOCH, shards=4, cancel_timeout_ms=30_000)
         self.serving.owner.on_over = self.serving.over
-        self.serving.models = {"simulated": MODEL}
+        self.serving.offered = OfferedModels(Path(), {"simulated": MODEL})
         self.serving.joined = True
+        if self.serving.config.kafka == NOWHERE:
+            self.serving.stores._batches._store = UnwrittenBatches()
         for tenant in TENANTS:
             self.serving.tenants.put(tenant.name, tenant)
         self.app = make_app(self.serving)
@@ -127,7 +157,7 @@ class Stand:
         logprobs: Iterable[TokenLogprobs] = (),
     ) -> None:
         chunk = TokenChunk(request.request_id, 1, position, list(ids), finish, list(logprobs))
-        self.outbox.put(self.serving.owner.on_tokens(Tokens(0, WORKER_EPOCH, [chunk]), 0, 0.0))
+        self.outbox.put(self.serving.owner.on_tokens(Tokens.of(0, WORKER_EPOCH, [chunk]), 0, 0.0))
 
     def complete(
         self, request: InferenceRequest, count: int, finish: str = "length", text_length: int | None = None

@@ -20,14 +20,15 @@ from schemas.records import (
     Completion,
     Detach,
     Dispatched,
+    Failed,
     Heartbeat,
     InferenceRequest,
     Left,
-    TokenChunk,
     Tokens,
     Usage,
 )
 from schemas.stream_state import ReplyRecord, Run, StreamState
+from schemas.token_records import TokenChunk
 from tests.gateway_factories import inference_request
 
 RID = bytes(range(16))
@@ -166,7 +167,10 @@ class World:
         stray = isinstance(action, Cancel) and action.record.slot is not None
         acts = isinstance(action, SendRequest | Cancel) and not stray
         # Who acts has just read all that there is, or has not been thought dead: it owns the request.
-        if acts and self.fold().owner_epoch not in (None, by.owner.epoch):
+        state = self.fold()
+        # A Failed is final: what still runs then may be stopped by whoever bills it.
+        stops_for_good = isinstance(action, Cancel) and isinstance(state.end, Failed)
+        if acts and not stops_for_good and state.owner_epoch not in (None, by.owner.epoch):
             self.misdeeds.append((by.is_me, action))
         match action:
             case SendRequest(owned):
@@ -198,7 +202,7 @@ class World:
         ids = [token_at(p) for p in range(worker.position, end)]
         finish = "length" if end == TOTAL else None
         self.log.append(
-            Tokens(*worker.run, [TokenChunk(RID, worker.request.attempt, worker.position, ids, finish)])
+            Tokens.of(*worker.run, [TokenChunk(RID, worker.request.attempt, worker.position, ids, finish)])
         )
         worker.position = end
         if finish:

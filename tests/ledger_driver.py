@@ -19,10 +19,10 @@ from schemas.records import (
     PartitionStatus,
     Rejected,
     Tenant,
-    TokenChunk,
     Tokens,
     Usage,
 )
+from schemas.token_records import TokenChunk
 
 Serve = Callable[["LedgerDriver", InferenceRequest, int], Any]
 
@@ -52,12 +52,13 @@ class LedgerDriver:
         self._tps = [
             TopicPartition(topics.REQUESTS, topics.partition(shard, 2)) for shard in range(self.layout.shards)
         ]
-        ends = await self._consumer.end_offsets(self._tps)
+        cancels = [TopicPartition(topics.CANCELLATIONS, tp.partition) for tp in self._tps]
+        ends = await self._consumer.end_offsets([*self._tps, *cancels])
         # Nothing may run between these lines: a partition without a place is an error to the consumer.
-        self._consumer.assign(self._tps)
+        self._consumer.assign([*self._tps, *cancels])
         for tp, end in ends.items():
             self._consumer.seek(tp, end)
-            self.takeover[tp.partition] = end
+        self.takeover = {tp.partition: ends[tp] for tp in self._tps}
         self._lives["admission", 0] = await join(self._producer, "admission", 0)
         await self.join_worker()
         self._spawn(self._beat())
@@ -79,8 +80,8 @@ class LedgerDriver:
     async def leave_worker(self) -> None:
         await self.send(topics.EVENTS, 0, Left("worker", self.slot, self.epoch, "test"))
 
-    async def send(self, topic: str, partition: int, record: Any) -> Any:
-        return await self._producer.send_and_wait(topic, encode(record), partition=partition)
+    async def send(self, topic: str, partition: int, record: Any, key: bytes | None = None) -> Any:
+        return await self._producer.send_and_wait(topic, encode(record), key=key, partition=partition)
 
     async def put_tenant(self, tenant: Tenant) -> None:
         await self._producer.send_and_wait(
@@ -106,7 +107,7 @@ class LedgerDriver:
 
     async def tokens(self, request: InferenceRequest, position: int, ids: list[int]) -> None:
         chunk = TokenChunk(request.request_id, request.attempt, position, ids)
-        await self.reply(request, Tokens(self.slot, self.epoch, [chunk]))
+        await self.reply(request, Tokens.of(self.slot, self.epoch, [chunk]))
 
     async def complete(self, request: InferenceRequest, count: int, reason: str = "length") -> None:
         """Usage first, then Completion, as a worker does."""
@@ -171,6 +172,8 @@ class LedgerDriver:
             for records in (await self._consumer.getmany(timeout_ms=200)).values():
                 for record in records:
                     request = decode(record.value)
+                    if isinstance(request, Cancellation) and record.topic == topics.CANCELLATIONS:
+                        self.cancellations.append(request)
                     if isinstance(request, InferenceRequest):
                         self.requests.append(request)
                         self._spawn(self.serve(self, request, record.offset))

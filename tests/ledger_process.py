@@ -12,7 +12,7 @@ import httpx
 from infra.local.ports import claim_port
 from schemas.topics import Layout
 
-READY_S = 40.0
+READY_S = 90.0
 
 
 class LedgerProcess:

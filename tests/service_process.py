@@ -14,7 +14,7 @@ from pathlib import Path
 from infra.local.ports import claim_port
 from schemas.topics import Layout
 
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 ROOT = Path(__file__).parent.parent
 
 

@@ -43,6 +43,9 @@ class RunningStack:
         self.call(self.stack.stop())
 
     def close(self) -> None:
+        """Done again, it does nothing."""
+        if self._loop.is_closed():
+            return
         try:
             self.stop()
         finally:
@@ -128,10 +131,43 @@ def make_stack(tmp_path: Path) -> Iterator[MakeStack]:
         running.close()
 
 
+SHARED_STACKS = ("gemma_stack", "simulated_stack")
+_last_use: dict[pytest.Item, list[str]] = {}
+_shared: dict[str, RunningStack] = {}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one shared stack after those of the other, and then those with stacks of their own.
+
+    A stack that nobody uses takes half a core, so a shared one ends with the last test that uses it.
+    """
+    items.sort(key=lambda item: min([SHARED_STACKS.index(name) for name in _uses(item)], default=2))
+    last = {name: item for item in items for name in _uses(item)}
+    for name, item in last.items():
+        _last_use.setdefault(item, []).append(name)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    yield
+    for name in _last_use.get(item, []):
+        if name in _shared:
+            _shared[name].close()
+
+
+def _uses(item: pytest.Item) -> list[str]:
+    """Names of shared stacks, as fixtures or as parameters that name them."""
+    callspec = getattr(item, "callspec", None)
+    parameters = [] if callspec is None else callspec.params.values()
+    return [name for name in SHARED_STACKS if name in getattr(item, "fixturenames", ()) or name in parameters]
+
+
 @pytest.fixture(scope="session")
 def simulated_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     """For tests that leave it as it is; each makes tenants of its own where it counts."""
     with running_stack(simulated_config(tmp_path_factory.mktemp("simulated"))) as running:
+        _shared["simulated_stack"] = running
         yield running
 
 
@@ -147,4 +183,5 @@ def gemma_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSta
         deterministic=True,
     )
     with running_stack(config) as running:
+        _shared["gemma_stack"] = running
         yield running

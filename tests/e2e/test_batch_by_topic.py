@@ -7,6 +7,7 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from schemas import topics
+from schemas.kafka_login import client_settings
 from tests.e2e.conftest import RunningStack
 from tests.e2e.test_streams import eventually
 
@@ -15,8 +16,8 @@ TIMEOUT_S = 60.0
 
 async def _exchange(kafka: str, tenant: str, values: list[bytes], answers: int) -> list[dict[str, Any]]:
     results = TopicPartition(topics.batch_results(tenant), 0)
-    producer = AIOKafkaProducer(bootstrap_servers=kafka)
-    consumer = AIOKafkaConsumer(bootstrap_servers=kafka, isolation_level="read_committed")
+    producer = AIOKafkaProducer(**client_settings(kafka))
+    consumer = AIOKafkaConsumer(**client_settings(kafka), isolation_level="read_committed")
     found: list[dict[str, Any]] = []
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -36,11 +37,11 @@ async def _exchange(kafka: str, tenant: str, values: list[bytes], answers: int) 
 
 
 def exchange(
-    running: RunningStack, tenant: str, values: list[Any], answers: int
+    running: RunningStack, tenant: str, values: list[Any], answers: int, kafka: str | None = None
 ) -> dict[Any, dict[str, Any]]:
-    """Publishes and returns the answers by custom_id."""
+    """Publishes and returns the answers by custom_id. `kafka`: as whom, where the broker asks."""
     raw = [value if isinstance(value, bytes) else json.dumps(value).encode() for value in values]
-    found = running.call(_exchange(running.stack.bootstrap_servers, tenant, raw, answers))
+    found = running.call(_exchange(kafka or running.stack.bootstrap_servers, tenant, raw, answers))
     by_id = {answer["custom_id"]: answer for answer in found}
     assert len(by_id) == len(found), "a record was answered twice"
     return by_id

@@ -52,9 +52,9 @@ def test_one_runs_and_all_get_its_answer(make_stack: MakeStack) -> None:
     assert (again.status_code, again.json()) == (200, served.json())
     rows = "SELECT tenant, sum(output_tokens) FROM usage_final GROUP BY tenant ORDER BY tenant"
     eventually(lambda: running.sql(rows)[::2] == [["acme", str(TOKENS)], ["other", "2"]])
-    # Two that were let in beside one that was refused, the two that were served, and what ran alone.
+    # Three that were let in beside one that was refused, the two that were served, and what ran alone.
     rows_of = "SELECT output_tokens FROM usage_final WHERE tenant = 'choosy' ORDER BY output_tokens"
-    eventually(lambda: running.sql(rows_of)[:-1] == [["0"], ["0"], ["5"], ["5"]])
+    eventually(lambda: running.sql(rows_of)[:-1] == [["0"], ["0"], ["0"], ["5"], ["5"]])
 
 
 def refuse_one_choice(running: RunningStack) -> Callable[[], httpx.Response]:
@@ -82,5 +82,10 @@ def refuse_one_choice(running: RunningStack) -> Callable[[], httpx.Response]:
                 "concurrency_limit_exceeded",
             )
             eventually(lambda: open_requests() == 1)
+        refused = ask_for_two()
+        # Whoever decides next has read of neither.
+        running.stack.kill("admission-0")
+        assert refused.status_code == 429
+        running.call(running.stack.restart("admission-0"))
     eventually(lambda: open_requests() == 0)
     return ask_for_two

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -82,3 +83,35 @@ def test_anthropics_client_gets_calls_and_sends_results(tool_stack: RunningStack
             assert block.input["city"] in ("Rome", "Oslo")
     assert len(streamed.content) == 1
     assert [block.type for block in after.content] == ["text"]
+
+
+def sse_events(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
+    """(id, data) of those that have both."""
+    found = []
+    for block in answer.text.split("\n\n")[:-1]:
+        fields = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
+        if "id" in fields and fields.get("data", "").startswith("{"):
+            found.append((fields["id"], json.loads(fields["data"])))
+    return found
+
+
+def told(parts: list[tuple[str, list[dict[str, Any]]]]) -> list[tuple[Any, ...]]:
+    """Of each part of a call: which call's, its id, its name, what is added to its arguments."""
+    functions = [(call, call.get("function", call)) for _, calls in parts for call in calls]
+    return [(c["index"], c.get("id"), f.get("name"), f["arguments"]) for c, f in functions]
+
+
+def test_a_stream_of_calls_goes_on_behind_any_event(tool_stack: RunningStack) -> None:
+    body = {"model": TOOL_MODEL, "tools": TOOLS, "tool_choice": "required", "max_tokens": 4000, "seed": 3}
+    with tool_stack.client() as client:
+        answer = client.post("/v1/chat/completions", json={**body, "messages": [USER], "stream": True})
+        path = f"/v1/streams/{answer.headers['x-headrace-stream']}"
+        chunks = [(n, data["choices"][0]["delta"]) for n, data in sse_events(answer)]
+        parts = [(n, delta["tool_calls"]) for n, delta in chunks if "tool_calls" in delta]
+        assert len(parts) > 10
+        for num_had in (0, 1, 2, len(parts) // 2, len(parts) - 1, len(parts)):
+            last = parts[num_had - 1][0] if num_had else "-1"
+            rest = sse_events(client.get(path, headers={"Last-Event-ID": last}))
+            behind = [(n, data["tool_calls"]) for n, data in rest if "tool_calls" in data]
+            assert told(behind) == told(parts[num_had:])
+            assert rest[-1][1]["type"] == "done"

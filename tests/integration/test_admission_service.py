@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from aiokafka.errors import MessageSizeTooLargeError
 
 from schemas import topics
 from schemas.codec import encode
+from schemas.dead_letters import CUT, REASON
 from schemas.fleet import join
-from schemas.headers import REASON, ReplyTo, reply_headers, reply_to
+from schemas.headers import ReplyTo, reply_headers, reply_to
 from schemas.records import (
     Admitted,
     Decision,
@@ -143,6 +145,27 @@ async def test_cancelled_while_queued(client: Fleet) -> None:
         assert not client.answers(request, Dispatch)
 
 
+async def test_a_request_whose_dispatch_is_too_large_is_refused_as_that(client: Fleet) -> None:
+    request, good = make_request(), make_request()
+    async with worker(client, 0):
+        await settled(client)
+        # The largest that its own topic takes: a Dispatch has at least three bytes more.
+        room = topics.MAX_RECORD_BYTES
+        while True:
+            room -= 2
+            request.sampling.stop = ["x" * (room - len(encode(good)))]
+            try:
+                await client.send(request)
+                break
+            except MessageSizeTooLargeError:
+                assert room > topics.MAX_RECORD_BYTES - 1_000
+        rejected = await client.answer(request, Rejected)
+        assert (rejected.status, rejected.code) == (413, "request_too_large")
+        assert rejected.retry_after_ms is None
+        await client.send(good)
+        await client.answer(good, Dispatched)
+
+
 async def test_what_cannot_be_decoded_is_kept_refused_and_blocks_nobody(client: Fleet) -> None:
     poison, good = make_request(), make_request()
     partition = topics.tenant_partition("demo", 0, LAYOUT.shards)
@@ -160,6 +183,14 @@ async def test_what_cannot_be_decoded_is_kept_refused_and_blocks_nobody(client: 
             assert (kept[0].raw, kept[0].partition) == (value, partition)
             assert dict(kept[0].headers)[REASON].decode() == rejected.message
             assert reply_to(kept[0].headers) == reply_to(headers)
+        # As large as the topic takes: with the reason beside it the whole would be too large.
+        large = b"\xff" * (topics.MAX_RECORD_BYTES - 300)
+        client.seen.clear()
+        await client.producer.send_and_wait(topics.REQUESTS, large, partition=partition, headers=headers)
+        await client.answer(poison, Rejected)
+        kept = await client.wait_for(lambda: [s for s in client.seen if s.topic.endswith(".dlq")])
+        assert large.startswith(kept[0].raw)
+        assert dict(kept[0].headers)[CUT] == f"value of {len(large)} bytes".encode()
         await client.producer.send_and_wait(topics.REQUESTS, b"no owner named", partition=partition)
         await client.send(good)
         await client.answer(good, Dispatched)

@@ -14,8 +14,8 @@ from schemas import topics
 from schemas.codec import encode
 from schemas.records import Dispatch, Dispatched, InferenceRequest, Rejected, Usage, WorkerStatus
 from tests.admission_harness import LAYOUT, AdmissionProcess, Fleet, fleet, make_request, make_tenant, worker
+from tests.integration.test_admission_processes import NO_SESSION_ENDS, TAKEOVER_TIMEOUT_S, gateway, holders
 from tests.integration.test_admission_processes import bootstrap as bootstrap
-from tests.integration.test_admission_processes import gateway, holders
 
 PROCESSES = 3
 START_TIMEOUT_S = 90.0
@@ -34,7 +34,7 @@ TENANTS = {partition: tenant_of(partition) for partition in (0, topics.NUM_CLASS
 
 @pytest.fixture
 def processes(bootstrap: str, tmp_path: Path) -> Iterator[list[AdmissionProcess]]:
-    started = [AdmissionProcess(bootstrap, tmp_path, slot) for slot in range(PROCESSES)]
+    started = [AdmissionProcess(bootstrap, tmp_path, slot, **NO_SESSION_ENDS) for slot in range(PROCESSES)]
     try:
         yield started
     finally:
@@ -118,7 +118,7 @@ async def test_room_is_shared_and_nothing_is_lost_or_run_twice_when_a_process_di
         told = {r.request_id for r in requests if client.answers(r, Dispatched)}
         os.kill(processes[slot].process.pid, signal.SIGKILL)
         killed_at = time.monotonic()
-        await client.wait_for(lambda: holders(client)[partition][1] != slot, START_TIMEOUT_S)
+        await client.wait_for(lambda: holders(client)[partition][1] != slot, TAKEOVER_TIMEOUT_S)
         print(f"\nanother process holds the partition after {time.monotonic() - killed_at:.1f} s")
         await client.read_for(1.0)
 

@@ -51,8 +51,8 @@ def serve(stand: Stand, owned: OwnedRequest) -> None:
 
 
 @pytest.fixture(scope="module")
-def stand() -> Iterator[HttpStand]:
-    with http_stand(serve) as stand:
+def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpStand]:
+    with http_stand(serve, object_store=str(tmp_path_factory.mktemp("objects"))) as stand:
         yield stand
 
 

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,6 @@ from infra.topics.create import create
 from schemas.topics import TopicSpec
 
 TOPIC = TopicSpec("kept", 2, {"message.timestamp.type": "LogAppendTime"})
-
-
-@pytest.fixture
-async def own_broker(tmp_path: Path) -> AsyncIterator[Broker]:
-    """A broker that the test may stop and kill."""
-    broker = Broker(tmp_path)
-    try:
-        await broker.start()
-        yield broker
-    finally:
-        broker.kill()
 
 
 async def write(bootstrap_servers: str, value: bytes) -> int:

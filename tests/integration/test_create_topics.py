@@ -1,14 +1,19 @@
+import asyncio
 import uuid
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaConnectionError
+from typer.testing import CliRunner, Result
 
+from infra.cli import app
 from infra.local.broker import Broker
 from infra.topics.create import TopicError, create, create_tenant_topics, create_topics
-from schemas.topics import Layout, TopicSpec, batch_requests, topic_specs
+from schemas.topics import NEEDED, SPEND, Layout, TopicSpec, batch_requests, topic_specs
+from tests.service_process import ServiceProcess
 
 LAYOUT = Layout(shards=2, worker_slots=2, gateway_slots=2)
 
@@ -56,6 +61,55 @@ async def test_topics_that_are_missing_are_added_to_those_that_exist(broker: Bro
     old, new = spec(), spec(3)
     assert await create(broker.bootstrap_servers, [old], 1) == [old.name]
     assert await create(broker.bootstrap_servers, [old, new], 1) == [new.name]
+
+
+async def test_a_process_that_misses_a_topic_names_it_and_ends(own_broker: Broker, tmp_path: Path) -> None:
+    """As after an update of a deployment that was made before there were budgets."""
+    servers = own_broker.bootstrap_servers
+    await create(servers, [each for each in topic_specs(LAYOUT) if each.name != SPEND], 1)
+    simulated = {"HEADRACE_MODELS_DIR": str(tmp_path), "HEADRACE_MODELS": "simulated"}
+    settings = {"HEADRACE_SQL_PORT": "0", "HEADRACE_DATA_DIR": str(tmp_path / "data"), **simulated}
+    services = {
+        name: ServiceProcess(module, name, servers, LAYOUT, 0, tmp_path, own)
+        for name, module, own in (
+            ("admission", ["streams", "admission"], {}),
+            ("ledger", ["streams", "ledger"], settings),
+            ("gateway", ["gateway"], simulated),
+        )
+    }
+    try:
+        for name, service in services.items():
+            status = await asyncio.to_thread(service.process.wait, 60)
+            said = service.log_file.read_text()
+            assert (name, status) == (name, 1), said
+            assert f"needs are not there: {SPEND}. Make them with `headrace topics`" in said
+            assert "Traceback" not in said
+    finally:
+        for service in services.values():
+            service.kill()
+
+    async def headrace(*arguments: str) -> Result:
+        return await asyncio.to_thread(lambda: CliRunner().invoke(app, [*arguments, "--kafka", servers]))
+
+    assert (await headrace("tenant", "create", "thrifty", "--budget", "4")).exit_code == 0
+    told = await headrace("tenant", "show", "thrifty")
+    assert told.exit_code == 1
+    assert f"not there: {SPEND}" in told.stderr
+    # What it says to do.
+    counts = ("--shards", "2", "--worker-slots", "2", "--gateway-slots", "2")
+    made = await headrace("topics", *counts, "--replication", "1", "--min-isr", "1")
+    assert made.stdout.strip() == SPEND
+    restarted = ServiceProcess(["streams", "admission"], "admission", servers, LAYOUT, 0, tmp_path, {})
+    try:
+        await asyncio.to_thread(restarted.wait_ready)
+    finally:
+        restarted.kill()
+
+
+def test_what_a_process_needs_is_made() -> None:
+    made = {each.name for each in topic_specs(LAYOUT)}
+    for needed in NEEDED.values():
+        assert set(needed) <= made
 
 
 async def test_a_refused_topic_is_named_with_the_brokers_reason(broker: Broker) -> None:

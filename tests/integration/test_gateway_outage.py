@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import pytest
@@ -56,15 +57,10 @@ async def running(
 
 
 @pytest.fixture
-async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
-    broker = Broker(tmp_path)
-    try:
-        await broker.start()
-        await create_topics(broker.bootstrap_servers, LAYOUT)
-        yield broker
-        await broker.stop()
-    finally:
-        broker.kill()
+async def broker(own_broker: Broker) -> AsyncIterator[Broker]:
+    await create_topics(own_broker.bootstrap_servers, LAYOUT)
+    yield own_broker
+    await own_broker.stop()
 
 
 async def test_a_broker_that_goes_and_comes_back(broker: Broker) -> None:
@@ -93,6 +89,15 @@ async def test_a_broker_that_goes_and_comes_back(broker: Broker) -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "broker_unavailable")
         assert refused.headers["retry-after"]
         await until(lambda: bool(gateway.serving.not_ready(time.monotonic())))
+        await until(lambda: gateway.serving.broker_is_away)
+        # By now it is known to be away: none waits for an ack any more, and none may arrive later.
+        with mock.patch.object(gateway.serving.outbox, "send_request", side_effect=AssertionError):
+            refused = await client.post("/v1/generate", json=BODY, headers=HEADERS)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "broker_unavailable")
+            assert refused.headers["retry-after"]
+            responses = {"model": BODY["model"], "input": "hi"}
+            refused = await client.post("/v1/responses", json=responses, headers=HEADERS)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "broker_unavailable")
         assert (await client.get("/health/live")).status_code == 200
         assert "heartbeats" in (await client.get("/health/ready")).text
         assert not stream.done()

@@ -29,7 +29,8 @@ KEY, _API_KEY = new_key(0)
 HEADERS = {"authorization": f"Bearer {KEY}"}
 TEXT = "Grüße, 漢字 und 🙂. " * 3
 TOKENS = list(TEXT.encode())
-BODY = {"model": "simulated", "prompt": "hi", "max_tokens": len(TOKENS), "stream": True}
+# Shedding lets it have fewer.
+BODY = {"model": "simulated", "prompt": "hi", "max_tokens": 2 * len(TOKENS), "stream": True}
 SUCCESSION_S = 2.0
 Start = Callable[[int], ServiceProcess]
 
@@ -49,7 +50,8 @@ class Worker:
 
     async def __call__(self, driver: FleetDriver, request: InferenceRequest) -> None:
         epoch = driver.worker_epoch
-        await driver.dispatch(request)
+        capped = len(TOKENS) if request.sampling.max_tokens > len(TOKENS) else None
+        await driver.dispatch(request, max_tokens=capped)
         for at in range(len(request.output_token_ids), len(TOKENS)):
             while at >= self.allowed:
                 await asyncio.sleep(0.02)
@@ -198,6 +200,7 @@ async def test_a_stream_outlives_its_gateway_and_its_worker(fleet: Fleet, worker
             assert (again.attempt, again.request_id) == (2, request.request_id)
             assert again.output_token_ids == TOKENS[:9]
             assert again.owner_epoch != request.owner_epoch
+            assert (request.sampling.max_tokens, again.sampling.max_tokens) == (2 * len(TOKENS), len(TOKENS))
         fleet.worker.allowed = len(TOKENS)
         assert seen + await back.ended() == TEXT
     if not worker_dies:

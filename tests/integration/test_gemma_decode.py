@@ -13,9 +13,8 @@ from workers.block_pool import BLOCK_SIZE
 from workers.model_step import ModelStep
 from workers.models.fast_linear import LinearKind, same_kind
 from workers.models.gemma_fast import FastGemmaModel
-from workers.models.gemma_weights import GemmaWeights
 from workers.models.layers import KVCache
-from workers.weights.gguf import GGUFFile
+from workers.models.open_weights import open_weights
 
 PROMPT: list[int] = json.loads((Path(__file__).parents[1] / "fixtures" / "gemma3_logits.json").read_text())[
     "prompt_token_ids"
@@ -31,10 +30,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def model() -> FastGemmaModel:
-    with torch.inference_mode(), GGUFFile(gemma_folder() / "model.gguf") as gguf:
-        return FastGemmaModel(
-            GemmaWeights(gguf), lambda rows, columns: same_kind(LinearKind.INT8), MAX_TOKENS
-        )
+    with torch.inference_mode(), open_weights(gemma_folder() / "model.gguf") as weights:
+        return FastGemmaModel(weights, lambda rows, columns: same_kind(LinearKind.INT8), MAX_TOKENS)
 
 
 def tables() -> list[list[int]]:

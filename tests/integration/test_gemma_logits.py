@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.int8_tiles import ONEDNN_HAS_INT8
 from schemas.priority import PriorityClass
 from schemas.records import SamplingParams
 from tests.model_files import gemma_folder
@@ -22,9 +23,10 @@ from workers.request import Request
 FIXTURE = json.loads((Path(__file__).parents[1] / "fixtures" / "gemma3_logits.json").read_text())
 PROMPT: list[int] = FIXTURE["prompt_token_ids"]
 NUM_BLOCKS = 256
+FAST_LINEAR = "int8" if ONEDNN_HAS_INT8 else "auto"
 
 
-def load(deterministic: bool, linear: str = "int8") -> TorchModelRunner:
+def load(deterministic: bool, linear: str = FAST_LINEAR) -> TorchModelRunner:
     runner = TorchModelRunner(
         gemma_folder() / "model.gguf",
         max_model_len=2048,
@@ -157,7 +159,7 @@ def test_bf16_logits_are_near_hugging_face_in_fp32(bf16: TorchModelRunner, chunk
 
 
 @pytest.mark.parametrize("chunk", [None, 512, 100])
-def test_int8_logits_are_near_hugging_face_in_fp32(fast: TorchModelRunner, chunk: int | None) -> None:
+def test_fast_logits_are_near_hugging_face_in_fp32(fast: TorchModelRunner, chunk: int | None) -> None:
     """How much 8 bits cost is measured in test_model_quality; this finds what is plainly wrong."""
     found = agreement(fast, chunk)
     assert found.mean_error < 0.25

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from schemas.records import Usage
+from schemas.topics import DAY_MS
 from streams.ledger.billing import billed, row_of
 from streams.ledger.clickhouse import (
     BillingStore,
@@ -30,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def store(folder: Path) -> Iterator[BillingStore]:
     store = BillingStore(f"chdb://{folder}")
-    assert store.migrate(DDL) == ["001_usage.sql", "002_views.sql"]
+    assert store.migrate(DDL) == [path.name for path in sorted(DDL.glob("*.sql"))]
     yield store
     store.close()
 
@@ -80,6 +81,25 @@ def test_one_billed_row_per_request_in_any_order(store: BillingStore, engine: Re
     )
 
 
+def test_late_and_resent_usage_counts_once_and_on_its_own_day(
+    store: BillingStore, engine: ReadOnlyEngine
+) -> None:
+    """Rows that come after the others were merged: of a lower version, the same again, of a month ago."""
+    sealed, lower = make_usage(1, 2, True, 30, "late"), make_usage(1, 1, False, 20, "late")
+    bill = "SELECT toString(day), requests, output_tokens FROM billing WHERE tenant = 'late' ORDER BY 1"
+    store.insert([row_of(sealed)])
+    once = ask(engine, bill, QueryLimits())
+    for resent in ([lower], [sealed], [lower, sealed, sealed]):
+        store.change("OPTIMIZE TABLE headrace.usage FINAL")
+        store.insert([row_of(usage) for usage in resent])
+        assert ask(engine, bill, QueryLimits()) == once == "2025-12-01\t1\t30\n"
+    # It is billed on the day that it was accepted, however late its end is told.
+    month_ago = make_usage(2, 1, False, 7, "late")
+    month_ago.accepted_at, month_ago.ended_at = sealed.accepted_at - 40 * DAY_MS, sealed.ended_at
+    store.insert([row_of(month_ago)])
+    assert ask(engine, bill, QueryLimits()) == "2025-10-22\t1\t7\n" + once
+
+
 def test_migrations_run_once_and_may_not_change(store: BillingStore, tmp_path: Path) -> None:
     assert store.migrate(DDL) == []
     for path in DDL.glob("*.sql"):
@@ -121,6 +141,8 @@ GOOD = [
     "SHOW COLUMNS FROM usage",
     "SHOW CREATE TABLE usage",
     "SHOW CREATE TABLE headrace.usage",
+    "SELECT * FROM invoice(tenant = 'demo', month = '2026-11-01')",
+    "SELECT * FROM costs, top_tenants, not_billed, latencies, price_list LIMIT 1",
     "DESCRIBE TABLE usage",
     "DESC (SELECT 1 AS x)",
     "EXISTS TABLE usage",

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.local import model as embedded
+from infra.local.gguf_tokenizer import build_tokenizer
 from infra.local.model import MODEL_ID, WEIGHTS_BYTES, ModelError, ensure_model
-from infra.local.spm_tokenizer import build_tokenizer
 from schemas.catalog import Catalog
 from schemas.chat_template import ChatTemplate, ChatTemplateError
 from schemas.tokenization import Tokenizer
@@ -213,8 +213,8 @@ def test_user_text_cannot_forge_control_tokens(tokenizer: Tokenizer) -> None:
 
 def test_a_vocabulary_of_another_kind_is_refused() -> None:
     with pytest.raises(GGUFError, match=r"tokenizer\.ggml\.model"):
-        build_tokenizer({"tokenizer.ggml.model": "gpt2"})
-    with pytest.raises(GGUFError, match=r"tokenizer\.ggml\.scores"):
+        build_tokenizer({"tokenizer.ggml.model": "bert"})
+    with pytest.raises(GGUFError, match=r"tokenizer\.ggml\.token_type"):
         build_tokenizer(
             {
                 "tokenizer.ggml.model": "llama",

@@ -117,3 +117,9 @@ async def test_recorded_traffic_is_decided_again(bootstrap: str, tmp_path: Path)
     other = await headrace_replay(bootstrap, "--policy", str(path))
     assert other["replayed"]["let_in"] == 0
     assert other["newly_refused"] == {"interactive demo": 2, "free demo": 1}
+    # The same on a fleet like the one that served, with the load that each policy makes.
+    forward = await headrace_replay(bootstrap, "--closed-loop", "--policy", str(path))
+    assert forward["requests"] == 4
+    assert forward["recorded"]["refused"] == {"free free_class_shed": 1}
+    assert forward["shipped"]["let_in"] == 4  # the worker is never as busy as a heartbeat by hand can say
+    assert forward["policy"]["refused"] == {"free closed": 2, "interactive closed": 2}

@@ -2,16 +2,23 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
+from decimal import Decimal
 from typing import Any
 
 import pytest
+from aiokafka import AIOKafkaProducer
 from typer.testing import CliRunner
 
-from gateway.tenant_store import TenantStore, VersionConflictError
+from gateway.control_store import TenantStore, VersionConflictError
 from infra.cli import app
+from schemas import topics
 from schemas.api_keys import hash_key
-from schemas.records import ClassLimits, Tenant
+from schemas.budgets import month_of, plain, spend_key
+from schemas.codec import encode
+from schemas.fleet import PRODUCER_SETTINGS
+from schemas.records import Amount, ClassLimits, Spend, Tenant
 from schemas.topics import Layout
 from tests.gateway_factories import Call, Stand
 from tests.own_broker import own_broker
@@ -31,7 +38,7 @@ def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 async def stand(bootstrap: str) -> AsyncIterator[Stand]:
     stand = Stand(kafka=bootstrap, admin_key=ADMIN_KEY)
     yield stand
-    await stand.serving.close_store()
+    await stand.serving.stores.close()
 
 
 async def ask(stand: Stand, method: str, path: str, body: object = None, **headers: str) -> Call:
@@ -64,6 +71,52 @@ async def test_a_tenant_from_its_making_to_its_end(stand: Stand) -> None:
     for method in ("GET", "PATCH", "DELETE"):
         gone = await ask(stand, method, f"{URL}/acme", {} if method == "PATCH" else None)
         assert (gone.status, gone.json()["error"]["code"]) == (404, "tenant_not_found")
+
+
+async def tell_spend(bootstrap: str, name: str, amount: str) -> int:
+    """As the ledger does; its offset."""
+    spend = Spend(name, month_of(time.time_ns() // 1_000_000), [Amount("USD", amount)], ["5 USD"])
+    async with AIOKafkaProducer(bootstrap_servers=bootstrap, **PRODUCER_SETTINGS) as producer:
+        key = spend_key(name, spend.month).encode()
+        sent = await producer.send_and_wait(topics.SPEND, encode(spend), key=key, partition=0)
+        offset: int = sent.offset
+        return offset
+
+
+async def test_a_budget_is_shown_with_what_is_spent_of_it(stand: Stand, bootstrap: str) -> None:
+    made = (await ask(stand, "POST", URL, {"name": "thrifty", "budget": {"amount": "10"}})).json()
+    assert (made["spend"]["spent"], made["spend"]["told_at"], made["spend"]["stopped"]) == ("0", None, False)
+    await ask(stand, "POST", URL, {"name": "free"})
+    for amount, stopped in (("2.50", False), ("10.000001", True)):
+        offset, now = await tell_spend(bootstrap, "thrifty", amount), time.time() * 1_000
+        spend = (await ask(stand, "GET", f"{URL}/thrifty")).json()["spend"]
+        assert abs(spend.pop("told_at") - now) < 60_000
+        assert spend == {
+            "month": month_of(int(now)),
+            "spent": plain(Decimal(amount)),
+            "budget": "10",
+            "currency": "USD",
+            "share": float(amount) / 10 if not stopped else 1.0,
+            "stopped": stopped,
+            "alerted": ["5 USD"],
+            "offset": offset,
+        }
+    listed = {each["name"]: each["spend"] for each in (await ask(stand, "GET", URL)).json()["data"]}
+    assert (listed["thrifty"]["stopped"], listed["free"]) == (True, None)
+    raised = (await ask(stand, "PATCH", f"{URL}/thrifty", {"budget": {"amount": "20"}})).json()
+    assert (raised["spend"]["stopped"], raised["spend"]["share"]) == (False, 0.5)
+
+
+def test_the_command_line_shows_what_is_spent(bootstrap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_KAFKA", bootstrap)
+    monkeypatch.setenv("COLUMNS", "200")
+    runner = CliRunner()
+    assert runner.invoke(app, ["tenant", "create", "spender", "--budget", "4"]).exit_code == 0
+    asyncio.run(tell_spend(bootstrap, "spender", "5"))
+    shown = json.loads(runner.invoke(app, ["tenant", "show", "spender"]).stdout)["spend"]
+    assert (shown["spent"], shown["share"], shown["stopped"]) == ("5", 1.25, True)
+    assert "5 (125.0%), stopped" in runner.invoke(app, ["tenant", "list"]).stdout
+    assert "spender" in runner.invoke(app, ["tenant", "spend"]).stdout
 
 
 async def test_only_who_has_the_key_is_served_and_where_there_is_none_nobody(stand: Stand) -> None:
@@ -109,7 +162,7 @@ async def test_two_who_change_a_tenant_at_a_time_do_not_overwrite_one_another(bo
         for store in stores:
             stored = await store.get("shared")
             assert stored is not None
-            assert stored.tenant.limits == [ClassLimits(0, tokens_per_minute=20, requests_per_minute=10)]
+            assert stored.record.limits == [ClassLimits(0, tokens_per_minute=20, requests_per_minute=10)]
         with pytest.raises(VersionConflictError):
             await stores[0].edit("shared", lambda _: None, expected=first.version)
     finally:

@@ -11,9 +11,18 @@ from fastavro import parse_schema, schemaless_writer
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
 from schemas import topics
-from schemas.headers import REASON, ReplyTo, reply_headers
+from schemas.dead_letters import CUT, REASON
+from schemas.headers import ReplyTo, reply_headers
 from schemas.prefix_sketch import holds, prefix_keys
-from schemas.records import Completion, Dispatch, Heartbeat, InferenceRequest, Left, Tokens
+from schemas.records import (
+    Cancellation,
+    Completion,
+    Dispatch,
+    Heartbeat,
+    InferenceRequest,
+    Left,
+    Tokens,
+)
 from tests.own_broker import own_broker
 from tests.service_process import ROOT
 from tests.worker_harness import (
@@ -229,14 +238,19 @@ async def test_what_cannot_be_decoded_is_refused_to_its_owner_and_kept(
         topics.PREFILL, b"\xc3\x01garbage!", partition=topics.partition(SLOT, 0), headers=headers
     )
     await client.producer.send_and_wait(topics.PREFILL, b"", partition=topics.partition(SLOT, 0))
+    # As large as the topic takes: with the reason beside it the whole would be too large.
+    large = b"\xff" * (topics.MAX_RECORD_BYTES - 100)
+    await client.producer.send_and_wait(topics.PREFILL, large, partition=topics.partition(SLOT, 0))
     state = await client.wait_for(lambda: state if (state := client.state(request)).ended else None)
     assert isinstance(state.end, Completion)
     assert state.end.finish_reason == "error"
     assert "cannot be decoded" in (state.end.message or "")
     dlq = topics.dlq(topics.PREFILL)
     dead = await client.wait_for(
-        lambda: letters if len(letters := [s for s in client.seen if s.topic == dlq]) == 2 else None
+        lambda: letters if len(letters := [s for s in client.seen if s.topic == dlq]) == 3 else None
     )
+    cut = dead.pop()
+    assert dict(cut.headers)[CUT] == f"value of {len(large)} bytes".encode()
     reasons = {dict(letter.headers).get("request_id"): dict(letter.headers)[REASON] for letter in dead}
     assert b"unknown schema fingerprint" in reasons[request.request_id]
     assert b"begins with nothing" in reasons[None]
@@ -245,24 +259,43 @@ async def test_what_cannot_be_decoded_is_refused_to_its_owner_and_kept(
     await client.end(fence)
 
 
-async def test_a_newer_writers_dispatch_is_taken_once_its_schema_is_known(
-    client: FleetClient, epoch: int
+async def write_as_newer(
+    client: FleetClient, record: Cancellation | Dispatch, topic: str, partition: int
 ) -> None:
-    schema = json.loads((ROOT / "schemas" / "avro" / "Dispatch.avsc").read_text())
+    """Appends the record by a schema with a field more, which it says to the log just before."""
+    schema = json.loads((ROOT / "schemas" / "avro" / f"{type(record).__name__}.avsc").read_text())
     schema["fields"].append({"name": "lane", "type": "string", "default": "", "doc": "Not known here."})
     parsed = parse_schema(schema)
     digest = bytes.fromhex(fingerprint(to_parsing_canonical_form(parsed), "CRC-64-AVRO"))
-    request = make_inference_request(max_tokens=7)
     body = io.BytesIO()
-    schemaless_writer(body, parsed, {**asdict(Dispatch(SLOT, epoch, 7, request)), "lane": "left"})
+    schemaless_writer(body, parsed, {**asdict(record), "lane": "left"})
     await client.producer.send_and_wait(
         topics.SCHEMAS, json.dumps(schema).encode(), key=digest.hex().encode(), partition=0
     )
-    await client.producer.send_and_wait(
-        topics.PREFILL, b"\xc3\x01" + digest + body.getvalue(), partition=topics.partition(SLOT, 0)
-    )
+    await client.producer.send_and_wait(topic, b"\xc3\x01" + digest + body.getvalue(), partition=partition)
+
+
+async def test_a_newer_writers_dispatch_is_taken_once_its_schema_is_known(
+    client: FleetClient, epoch: int
+) -> None:
+    request = make_inference_request(max_tokens=7)
+    dispatch = Dispatch(SLOT, epoch, 7, request)
+    await write_as_newer(client, dispatch, topics.PREFILL, topics.partition(SLOT, 0))
     await client.end(request)
     assert client.tokens(request) == expected_tokens(request, 7)
+
+
+async def test_a_newer_writers_cancel_is_heeded_once_its_schema_is_known(
+    client: FleetClient, epoch: int
+) -> None:
+    request = make_inference_request(max_tokens=1500)
+    await client.dispatch(SLOT, epoch, request)
+    await client.wait_for(lambda: len(client.tokens(request)) > 5)
+    cancel = Cancellation(request.request_id, request.attempt, request.tenant, "test")
+    partition = topics.tenant_partition(request.tenant, request.priority, LAYOUT.shards)
+    await write_as_newer(client, cancel, topics.CANCELLATIONS, partition)
+    completion, _ = await client.end(request)
+    assert completion.value.finish_reason == "cancelled"
 
 
 async def test_heartbeats_tell_which_prefixes_are_cached(client: FleetClient, epoch: int) -> None:

@@ -25,7 +25,7 @@ class BreakingRunner(SimulatedRunner):
         return super().execute(batch)
 
 
-def load_breaking_engine(config: WorkerConfig) -> LoadedEngine:
+def load_breaking_engine(config: WorkerConfig, on_rank_died: object) -> LoadedEngine:
     loaded = load_engine(config)
     loaded.engine.runner = BreakingRunner(vocab_size=127, first_token_id=32)
     return loaded

@@ -1,5 +1,6 @@
 """The whole of admission without Kafka: records and times in, actions out."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -427,6 +428,22 @@ def test_a_failed_dispatch_is_refused_and_may_be_sent_again(driver: Driver) -> N
     assert driver.send(request) == DISPATCHED
 
 
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_a_dispatch_too_large_for_its_topic_is_refused_as_one_for_good(driver: Driver, attempt: int) -> None:
+    request = replace(driver.request(), attempt=attempt, output_token_ids=[7] * (attempt - 1))
+    (assign,) = driver.admission.on_request(request, b"", 0, 1, None, driver.now)
+    assert isinstance(assign, Assign)
+    failed = driver.admission.on_dispatch_failed(assign, "too large", driver.now, too_large=True)
+    driver.carry_out(failed)
+    assert driver.refusal() == (413, "request_too_large")
+    (reply,) = failed
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.record, Rejected)
+    assert reply.record.message.startswith("prompt: ")
+    assert reply.record.retry_after_ms is None
+    assert driver.admission.limits.reserved_tokens("demo", 0) == 0
+
+
 def test_partitions_that_went_take_their_queue_along(driver: Driver) -> None:
     full(driver)
     gone, stays = driver.request(priority=0), driver.request(priority=1)
@@ -458,6 +475,15 @@ def test_expects_what_the_tenant_got_before(driver: Driver) -> None:
     assert 36 <= driver.dispatches[-1].dispatch.expected_output_tokens <= 44
     driver.send(driver.request(max_tokens=500, attempt=2, output_token_ids=[1] * 30))
     assert driver.dispatches[-1].dispatch.expected_output_tokens in range(6, 15)
+
+
+def test_a_complete_output_whose_worker_died_before_it_said_so_is_dispatched_to_be_ended(
+    driver: Driver,
+) -> None:
+    driver.send(driver.request(max_tokens=30, attempt=2, output_token_ids=[1] * 30))
+    assert driver.dispatches[-1].dispatch.request.attempt == 2
+    (refused,) = driver.send(driver.request(max_tokens=30, attempt=2, output_token_ids=[1] * 31))
+    assert refused is Rejected
 
 
 def test_decisions_are_logged_with_what_they_saw(driver: Driver) -> None:

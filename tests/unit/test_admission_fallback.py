@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from schemas.codec import decode
-from schemas.records import Admitted, Dispatch, Dispatched
+from schemas.records import Admitted, Dispatch, Dispatched, Model
 from streams.admission.admission import Admission
 from streams.admission.decisions import DecisionLog
 from streams.admission.fallback import FallbackPolicy
@@ -131,3 +131,20 @@ def test_a_fallback_is_charged_and_settled_like_any_request(driver: FallbackDriv
     request.model = "small"
     driver.usage(request, slot=1)
     assert driver.admission.limits.num_concurrent("demo", 0) == 0
+
+
+def test_what_is_told_of_a_model_counts_before_its_settings(driver: FallbackDriver) -> None:
+    fallback = driver.admission.fallback
+    driver.heartbeat(1, model="small")
+    driver.heartbeat(2, model="tiny")
+
+    def served_by() -> str:
+        assert driver.send(driver.request(model="big")) == DISPATCHED
+        return driver.served_by()[-1]
+
+    fallback.put("big", Model("big", ["tiny"]))
+    assert served_by() == "tiny"
+    fallback.put("big", None)
+    assert served_by() == "small"
+    fallback.put("big", Model("big"))
+    assert driver.send(driver.request(model="big")) == [Admitted]

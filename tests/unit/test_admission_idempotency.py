@@ -147,8 +147,11 @@ async def test_a_cancel_behind_a_request_that_waits_for_the_keys_waits_too() -> 
     target = admission()
     intake = Intake(target, Metrics(), lambda: T0, nothing, nothing)
     first = request()
+    told = []
     for offset, record in enumerate((first, refused_with(first), request(public_id="second"))):
-        assert await intake.on_record(0, offset, None, encode(record), []) == []
+        told += await intake.on_record(0, offset, None, encode(record), [])
+    # Where they lie is known, should this process and their owner die.
+    assert [record.requests_offset for record in answers(told)] == [0, 2]
     target.keys.loaded(0)
     assert intake.look_again(0) == []  # what earlier holders let in is not known yet
     target.restating.usage_is_read(0)

@@ -116,9 +116,9 @@ def test_what_ended_makes_room_before_the_next_heartbeat() -> None:
     full: dict[str, Any] = {"max_num_seqs": 1, "num_running": 1, "free_blocks": 998}
     router.update([member(**full)])
     assert chosen(router) is Blocked.NO_ROOM
-    router.ended(0, 9, 26)  # an earlier life of the slot
+    router.ended(0, 9, 0, 26)  # an earlier life of the slot
     assert chosen(router) is Blocked.NO_ROOM
-    router.ended(0, 10, 26)
+    router.ended(0, 10, 0, 26)
     worker = choose(router)
     assert isinstance(worker, Worker)
     assert worker.free_blocks == 1_000

@@ -67,6 +67,29 @@ def test_it_never_skips_a_level_nor_leaves_one_soon(steps: list[tuple[int, float
             assert ladder.level == before
 
 
+@given(
+    level=st.sampled_from(list(ShedLevel)[1:]),
+    steps=st.lists(
+        st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(1, 5_000)), min_size=1, max_size=100
+    ),
+)
+def test_between_what_brings_a_level_and_what_ends_it_nothing_changes(
+    level: ShedLevel, steps: list[tuple[float, float, int]]
+) -> None:
+    """Waits anywhere from half of what brought the level up to what brings the next one, KV use up to what
+    brings the level by itself: however it swings there, and however long, the level stays."""
+    rises = (*POLICY.rise_wait_ms, 1_000_000)
+    low, high = round(POLICY.fall * rises[level - 1]), rises[level] - 1
+    most_use = POLICY.rise_kv_use[-1] if level >= ShedLevel.CAP_FREE else POLICY.rise_kv_use[0]
+    ladder, now = Ladder(POLICY), 60_000
+    assert settled(rises[level - 1], 0.0, ladder) is level
+    for wait_part, use_part, ms in steps:
+        now += ms
+        wait_ms = low + round(wait_part * (high - low))
+        assert not ladder.update(wait_ms, use_part * most_use, now)
+    assert ladder.level is level
+
+
 def test_batch_is_paused_but_for_retries() -> None:
     assert paused(ShedLevel.PAUSE_BATCH, make_request(priority=2))
     assert not paused(ShedLevel.NONE, make_request(priority=2))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.told_tokens import ToldTokens
 from schemas.api.answers import num_shown, output_text
 from schemas.api.logprobs import chat_logprobs, completion_logprobs
+from schemas.api.told_tokens import ToldTokens
 from schemas.records import Completion
 from schemas.sampling import TokenLogprobs
 from tests.gateway_factories import MODEL

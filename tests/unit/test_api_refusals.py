@@ -62,6 +62,7 @@ def test_the_table_knows_every_refusal_in_the_code(path: Path) -> None:
         "engine_stalled",
         "engine_fault",
         "no_answer",
+        "request_too_large",
     ],
 )
 def test_the_table_has_the_status_of_each_failure(code: str) -> None:

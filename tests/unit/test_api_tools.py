@@ -239,9 +239,12 @@ def test_a_format_that_is_not_known_or_has_no_template_is_refused() -> None:
     bare = dataclasses.replace(SPEC, chat_template=simulated_model().chat_template)
     with pytest.raises(CatalogError, match="no tools"):
         LoadedModel.load(Catalog([bare], Path()), TOOL_MODEL)
-    silent = LoadedModel.load(Catalog([dataclasses.replace(SPEC, tool_call_format="")], Path()), TOOL_MODEL)
-    assert silent.spec.chat_template == TEMPLATE
-    assert not silent.takes_tools
+    untold = LoadedModel.load(Catalog([dataclasses.replace(SPEC, tool_call_format="")], Path()), TOOL_MODEL)
+    assert untold.spec.tool_call_format == "hermes"  # as its template shows
+    other = dataclasses.replace(
+        SPEC, tool_call_format="", chat_template=TEMPLATE.replace("<tool_call>", "<call>")
+    )
+    assert not LoadedModel.load(Catalog([other], Path()), TOOL_MODEL).takes_tools
 
 
 KEYWORDS = st.sampled_from(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.catalog import Canary, Catalog, CatalogError, parse_spec
+from schemas.catalog import Canary, Catalog, CatalogError, Deployment, parse_spec
 
 GOOD = {
     "id": "m",
@@ -16,6 +16,8 @@ GOOD = {
     "add_bos": True,
     "eos_token_ids": [2],
 }
+
+DEPLOYMENT = {"tensor_parallel": 8, "device_memory_gb": 80, "weight_format": "fp8", "kv_format": "bf16"}
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,16 @@ GOOD = {
         ({"canary": {"prompt_token_ids": [1]}}, "'canary' must be an object"),
         ({"canary": {"prompt_token_ids": [1], "output_token_ids": []}}, r"'canary\.output_token_ids'"),
         ({"canary": {"prompt_token_ids": [True], "output_token_ids": [1]}}, r"'canary\.prompt_token_ids'"),
+        ({"deployment": []}, "'deployment' must be an object with tensor_parallel and device_memory_gb and"),
+        (
+            {"deployment": DEPLOYMENT | {"tensor_parallel": 0}},
+            r"'deployment\.tensor_parallel' must be an int",
+        ),
+        ({"deployment": DEPLOYMENT | {"device_memory_gb": True}}, r"'deployment\.device_memory_gb'"),
+        (
+            {"deployment": DEPLOYMENT | {"kv_format": "int4"}},
+            r"'deployment\.kv_format' must be one of bf16, fp8",
+        ),
         ({"canary": {"prompt_token_ids": [1] * 9, "output_token_ids": [1] * 8}}, "'canary' has 17 tokens"),
     ],
 )
@@ -45,6 +57,12 @@ def test_a_canary_comes_back_as_it_was_written() -> None:
     assert spec.canary == canary
     assert parse_spec(json.dumps(dataclasses.asdict(spec)), "f") == spec
     assert parse_spec(json.dumps(GOOD | {"canary": None}), "f").canary is None
+
+
+def test_a_deployment_comes_back_as_it_was_written() -> None:
+    spec = parse_spec(json.dumps(GOOD | {"deployment": DEPLOYMENT}), "f")
+    assert spec.deployment == Deployment(8, 80, "fp8", "bf16")
+    assert parse_spec(json.dumps(dataclasses.asdict(spec)), "f") == spec
 
 
 def test_a_missing_field_is_named() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from schemas import records
 from schemas.codec import HEADER_BYTES, MARKER, Codec, CodecError, UnknownSchemaError, _fingerprint
+from schemas.token_records import TokenChunk, Tokens
 
 AVRO_DIR = Path(records.__file__).parent / "avro"
 RECORD_CLASSES = [getattr(records, p.stem) for p in sorted(AVRO_DIR.glob("*.avsc"))]
@@ -44,6 +45,10 @@ def strategy_for(annotation: object, name: str) -> st.SearchStrategy[object]:
 
 
 def record_strategy(cls: type) -> st.SearchStrategy[object]:
+    if cls is Tokens:  # its columns belong together
+        return st.builds(
+            Tokens.of, _LEAVES[int], _LEAVES[int], st.lists(record_strategy(TokenChunk), max_size=4)
+        )
     hints = typing.get_type_hints(cls)
     return st.builds(cls, **{name: strategy_for(hint, name) for name, hint in hints.items()})
 

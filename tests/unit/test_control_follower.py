@@ -13,7 +13,7 @@ from fastavro import parse_schema, schemaless_writer
 from schemas import records, topics
 from schemas.codec import MARKER, _fingerprint, encode
 from schemas.fleet import FleetView
-from schemas.records import Join, Tenant
+from schemas.records import Join, Model, Tenant
 from streams.control import ControlFollower
 from streams.heartbeats import follow_heartbeats
 from streams.membership import Membership
@@ -34,7 +34,10 @@ class Reader:
         self.view = FleetView()
         self.tenants: dict[str, Tenant | None] = {}
         membership = Membership("ledger", 0, self.view)
-        self.follower = ControlFollower(self.log, Partition, membership, self._on_tenant)
+        self.models: dict[str, Model | None] = {}
+        self.follower = ControlFollower(
+            self.log, Partition, membership, self._on_tenant, self.models.__setitem__
+        )
 
     def _on_tenant(self, name: str, tenant: Tenant | None) -> None:
         if name == "refused":
@@ -82,6 +85,19 @@ async def test_all_that_is_there_is_applied_from_the_beginning() -> None:
     await reader.follower.read_to_end()
     assert reader.tenants == {"demo": tenant("demo"), "gone": None}
     assert reader.view.epoch_of("worker", 3) == 0
+
+
+async def test_models_are_told_of_as_tenants_are() -> None:
+    reader = Reader()
+    reader.log.append(topics.MODELS, encode(Model("big", ["small"])), b"big")
+    reader.log.append(topics.MODELS, encode(Model("gone")), b"gone")
+    reader.log.append(topics.MODELS, encode(tenant("a tenant")), b"another kind")
+    await reader.follower.read_to_end()
+    assert reader.models == {"big": Model("big", ["small"]), "gone": Model("gone")}
+    async with running(reader.follower.run()):
+        reader.log.append(topics.MODELS, None, b"gone")
+        await until(lambda: reader.models["gone"] is None)
+    assert reader.tenants == {}
 
 
 async def test_what_cannot_be_used_stops_nobody() -> None:

@@ -3,12 +3,14 @@
 import pytest
 
 from gateway.actions import Action, Announce, Bill, Cancel, Reply, SendRequest
+from gateway.ended_requests import SETTLED_MS
 from gateway.estate import FORGET_MS, Estate, Found
 from gateway.owner import Owner
 from gateway.replay import RETRY_WAIT_MS
 from gateway.slot_watch import SlotWatch
 from schemas.fleet import FleetView
 from schemas.records import (
+    Admitted,
     Attach,
     Cancellation,
     Claim,
@@ -17,10 +19,10 @@ from schemas.records import (
     Failed,
     Heartbeat,
     Retry,
-    TokenChunk,
     Tokens,
 )
-from schemas.stream_state import ReplyRecord
+from schemas.stream_state import LATE_ADMITTED_MS, ReplyRecord
+from schemas.token_records import TokenChunk
 from tests.gateway_factories import WORKER_EPOCH, inference_request
 
 RID = bytes(range(16))
@@ -48,7 +50,7 @@ class Desk:
         return self.estate.on_record(record, PARTITION, self.offset, 1_000, CLOCK)
 
     def tokens(self, position: int, ids: bytes, attempt: int = 1) -> list[Action]:
-        return self.read(Tokens(0, WORKER_EPOCH, [TokenChunk(RID, attempt, position, list(ids))]))
+        return self.read(Tokens.of(0, WORKER_EPOCH, [TokenChunk(RID, attempt, position, list(ids))]))
 
     def due(self, *, everything: bool = True, lost: bool = True, clock: int = CLOCK) -> list[Found]:
         return self.estate.due(
@@ -115,6 +117,17 @@ def test_what_the_lost_owner_had_begun_is_done() -> None:
     assert (request.attempt, request.output_token_ids, request.owner_epoch) == (2, [97, 98], HEIR[1])
 
 
+def test_it_goes_on_with_no_more_than_admission_let_it_have() -> None:
+    desk = Desk(detach_ms=9_000)
+    desk.read(Retry(RID, 2, DEAD[1], "worker_lost"))
+    desk.read(Dispatched(RID, 2, DEAD[1], 0, WORKER_EPOCH, "simulated", 2, 18, max_tokens=5))
+    desk.read(Retry(RID, 3, DEAD[1], "worker_lost"))
+    assert desk.request.sampling.max_tokens > 5
+    *_, sent = desk.claim()
+    assert isinstance(sent, SendRequest)
+    assert sent.owned.request.sampling.max_tokens == 5
+
+
 def test_a_client_that_asked_for_the_end_gets_it() -> None:
     for tenant, reasons in (("acme", ["cancelled"]), ("other", [])):
         desk = Desk(detach_ms=9_000)
@@ -127,7 +140,7 @@ def test_an_end_that_its_owner_may_not_have_billed_is_billed(code: str) -> None:
     desk = Desk()
     desk.read(Failed(RID, 1, DEAD[1], code, "gone"))
     (found,) = desk.due()
-    (bill,) = desk.estate.take(found, desk.request, CLOCK, 0)
+    _, bill = desk.estate.take(found, desk.request, CLOCK, 0)
     assert isinstance(bill, Bill)
     tokens = 0 if code == "engine_fault" else 2
     assert (bill.record.output_tokens, bill.record.sealed, bill.record.finish_reason) == (
@@ -147,9 +160,38 @@ def test_an_attempt_that_ended_early_waits_for_its_owner_and_then_is_over() -> N
     assert desk.due() == []  # nobody reads it: it may have been cancelled on purpose
     assert desk.estate.oldest(PARTITION) == 41
     desk.estate.forget(CLOCK + RETRY_WAIT_MS)
-    assert desk.estate.oldest(PARTITION) is None
+    assert not desk.estate.any_open
     desk.estate.forget(CLOCK + FORGET_MS)
     assert not desk.estate.found
+
+
+def test_what_has_ended_is_within_reach_while_admission_may_speak_of_it() -> None:
+    desk = Desk()
+    desk.read(Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 2, "length"))
+    # Who reads on from here takes late words of it for what they are, and bills nothing again.
+    desk.estate.fed_clock = CLOCK + LATE_ADMITTED_MS
+    assert desk.estate.oldest(PARTITION) == 41
+    desk.read(Admitted(RID, 1, DEAD[1], 2, 17))
+    assert desk.due() == []
+    desk.estate.fed_clock = CLOCK + SETTLED_MS
+    assert desk.estate.oldest(PARTITION) is None
+
+
+@pytest.mark.parametrize("detach_ms", [0, 9_000])
+def test_of_one_that_admission_did_not_read_its_place_is_enough(detach_ms: int) -> None:
+    desk = Desk(detach_ms)
+    desk.estate.found.clear()
+    desk.read(Admitted(RID, 1, DEAD[1], 2, 17))
+    (action,) = desk.claim()
+    if detach_ms:
+        assert isinstance(action, SendRequest)
+        assert (action.owned.request.attempt, action.owned.request.owner_epoch) == (1, HEIR[1])
+        return
+    assert isinstance(action, Reply)
+    assert isinstance(action.record, Failed)
+    _, bill = desk.owner.on_record(action.record, 1_000)
+    assert isinstance(bill, Bill)
+    assert (bill.record.sealed, bill.record.input_tokens, bill.record.output_tokens) == (True, 0, 0)
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "error"])
@@ -198,6 +240,27 @@ def test_what_was_waived_costs_nothing_whoever_bills_it() -> None:
     other.read(Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 2, "length"))
     (found,) = other.due()  # whose word it is shows when the request is read
     assert other.estate.take(found, other.request, CLOCK, 0) == []
+
+
+def test_what_runs_on_behind_the_end_is_stopped_and_its_row_outranked() -> None:
+    desk = Desk()
+    desk.read(Completion(RID, 1, 0, WORKER_EPOCH, 3, 0, 2, "length"))
+    assert desk.due() == []
+    desk.read(Tokens.of(1, 99, [TokenChunk(RID, 1, 0, [97, 98, 99])]))
+    (found,) = desk.due()
+    stop, bill = desk.estate.take(found, desk.request, CLOCK, 0)
+    assert isinstance(stop, Cancel)
+    assert (stop.record.slot, stop.record.epoch) == (1, 99)
+    assert isinstance(bill, Bill)
+    assert (bill.record.sealed, bill.record.output_tokens, bill.record.ended_at) == (True, 2, 1_000)
+    assert desk.due() == []
+    failed = Desk()
+    failed.read(Failed(RID, 1, DEAD[1], "worker_lost", "it was lost"))
+    (found,) = failed.due()
+    stop, bill = failed.estate.take(found, failed.request, CLOCK, 0)
+    assert isinstance(stop, Cancel)
+    assert (stop.record.reason, stop.record.attempt, stop.record.slot) == ("worker_lost", 1, None)
+    assert isinstance(bill, Bill)
 
 
 @pytest.mark.parametrize("lost", ["a Completion that nobody asked for", "a gap"])

@@ -1,5 +1,6 @@
 """Idempotency-Key at the gateway: what is sent with it, and a client that gets another request's answer."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -17,9 +18,9 @@ from schemas.records import (
     Dispatched,
     Duplicate,
     InferenceRequest,
-    TokenChunk,
 )
 from schemas.stream_state import Run
+from schemas.token_records import TokenChunk
 from tests.gateway_factories import EPOCH, SLOT, WORKER_EPOCH, Call, Stand
 
 KEYED = [(b"idempotency-key", b"abc")]
@@ -102,6 +103,24 @@ async def test_choices_have_keys_of_their_own() -> None:
     assert len({key_of("acme", b"abc", 0), key_of("acme", b"abc", 1), key_of("acm", b"eabc", 0)}) == 3
 
 
+@pytest.mark.parametrize("keyed", [True, False])
+async def test_who_is_refused_may_ask_with_its_key_at_once(keyed: bool) -> None:
+    made, _ = stand()
+    made.outbox.acked.clear()
+    headers = KEYED if keyed else []
+    call = made.call(path="/v1/chat/completions", body={**CHAT, "n": 2}, headers=headers)
+    await made.request()
+    let_in, refused = (owned.request for owned in made.outbox.sent)
+    made.dispatched(let_in)
+    made.reject(refused, 429, "concurrency_limit_exceeded", 1_000)
+    await asyncio.sleep(0.01)
+    assert bool(call.sent) is not keyed
+    freed = [a.record for a in made.outbox.actions if isinstance(a, Cancel) and a.record.key is not None]
+    assert [each.request_id for each in freed] == ([let_in.request_id] if keyed else [])
+    made.outbox.acked.set()
+    assert (await call.finish()).status == 429
+
+
 @pytest.mark.parametrize("key", [b"", b"x" * 256, b"\xc3\xa9", b"a\tb"])
 async def test_a_key_that_is_none(key: bytes) -> None:
     made, _ = stand()
@@ -140,6 +159,34 @@ async def test_the_second_gets_the_first_ones_answer_as_if_it_were_its_own() -> 
         Detach(first.request_id, SLOT, EPOCH, 30_000),
     ]
     assert len(made.outbox.actions) == 2  # nothing was cancelled, nothing billed
+
+
+async def test_of_a_response_only_the_first_is_stored() -> None:
+    made, scans = stand()
+    body = {"model": "simulated", "input": "hi"}
+    first, _, call = await first_and_second(made, "/v1/responses", body)
+    assert made.outbox.descriptions == []  # which of them it is, admission has yet to say
+    feed(scans.followed[0][2], first, b"hey")
+    assert first.idempotency is not None
+    assert (await call.finish()).json()["id"] == f"resp_{first.idempotency.public_id}"
+    assert made.outbox.descriptions == []
+    made.dispatched(first)
+    await asyncio.sleep(0.01)
+    assert [each.request_id for each in made.outbox.descriptions] == [first.request_id]
+
+
+async def test_a_response_is_stored_before_its_answer_begins() -> None:
+    made, _ = stand()
+    body = {"model": "simulated", "input": "hi", "stream": True}
+    call = made.call(path="/v1/responses", body=body, headers=KEYED)
+    request = await made.request()
+    made.dispatched(request)
+    await call.until_started()
+    assert [each.request_id for each in made.outbox.descriptions] == [request.request_id]
+    refused = made.call(path="/v1/responses", body=body, headers=KEYED)
+    made.reject(await made.request(), 429, "over_fair_share", 1_000)
+    assert (await refused.finish()).status == 429
+    assert len(made.outbox.descriptions) == 1
 
 
 async def test_the_second_gets_a_whole_answer_too() -> None:

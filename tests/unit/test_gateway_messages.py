@@ -154,7 +154,7 @@ async def test_tokens_are_counted_without_a_worker() -> None:
         (PATH, "POST", BODY, False, 401, "authentication_error"),
         (PATH, "POST", {**BODY, "model": "gpt-9"}, True, 404, "not_found_error"),
         (PATH, "GET", None, True, 405, "invalid_request_error"),
-        (f"{PATH}/batches", "POST", {}, True, 404, "not_found_error"),
+        (f"{PATH}/none", "POST", {}, True, 404, "not_found_error"),
         (f"{PATH}/count_tokens", "POST", BODY, True, 400, "invalid_request_error"),
         (f"{PATH}/count_tokens", "POST", BODY, False, 401, "authentication_error"),
     ],

@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from schemas.offered_models import OfferedModels
 from tests.gateway_factories import MODEL, Call, Stand
 
 VERSION = [(b"anthropic-version", b"2023-06-01")]
@@ -13,7 +15,7 @@ VERSION = [(b"anthropic-version", b"2023-06-01")]
 
 def stand() -> Stand:
     made = Stand()
-    made.serving.models = dict.fromkeys(("a", "b", "c", "d"), MODEL)
+    made.serving.offered = OfferedModels(Path(), dict.fromkeys(("a", "b", "c", "d"), MODEL))
     made.serving.models_loaded_at = 1_700_000_000
     return made
 
@@ -37,6 +39,29 @@ async def test_a_tenant_sees_the_models_it_may_ask_for() -> None:
     assert (await made.call("GET", "/v1/models/b").finish()).status == 200
     refused = await made.call("GET", "/v1/models/a").finish()
     assert (refused.status, refused.json()["error"]["code"]) == (403, "model_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/generate", {"prompt": "hi"}),
+        ("/tokenize", {"prompt": "hi"}),
+        ("/detokenize", {"tokens": [104]}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+async def test_a_tenant_is_told_nothing_by_a_model_that_it_may_not_ask_for(
+    path: str, body: dict[str, Any]
+) -> None:
+    made = stand()
+    tenant = made.serving.tenants.named("acme")
+    made.serving.tenants.put("acme", replace(tenant, allowed_models=["b"]))
+    refused = await made.call("POST", path, body={"model": "a", **body}, headers=VERSION).finish()
+    assert refused.status == 403
+    assert refused.json()["error"]["message"].endswith("is not among the models of this tenant")
+    if path != "/v1/generate":
+        answer = await made.call("POST", path, body={"model": "b", **body}, headers=VERSION).finish()
+        assert answer.status == 200
 
 
 async def test_a_model_in_anthropics_shape() -> None:

@@ -26,11 +26,11 @@ from schemas.records import (
     Failed,
     Retry,
     SamplingParams,
-    TokenChunk,
     TokenLogprobs,
     Tokens,
 )
 from schemas.stream_state import ReplyRecord, Run
+from schemas.token_records import TokenChunk
 from tests.gateway_factories import EPOCH, MODEL, SLOT, WORKER_EPOCH, config, inference_request
 
 RID = bytes(range(16))
@@ -71,7 +71,7 @@ def logs(draw: st.DrawFn, told: bool = False) -> Log:
             new = ids[begin:end]
             logprobs = [TokenLogprobs(-float(i), [], []) for i in new] if told and draw(st.booleans()) else []
             chunk = TokenChunk(RID, attempt, begin, new, finish if done else None, logprobs)
-            records.append(Tokens(*run, [chunk]))
+            records.append(Tokens.of(*run, [chunk]))
             begin = end
             if done:
                 break
@@ -210,7 +210,7 @@ def test_the_owner_shows_what_the_log_shows(log: Log, data: st.DataObject) -> No
     assert shown(late.reader)[:-1] == shown(from_log.reader)[:-1]
 
 
-ALIVE = Tokens(*run_of(1), [TokenChunk(RID, 1, 0, [97, 98])])
+ALIVE = Tokens.of(*run_of(1), [TokenChunk(RID, 1, 0, [97, 98])])
 DONE = Completion(RID, 1, *run_of(1), 3, 0, 2, "length")
 
 

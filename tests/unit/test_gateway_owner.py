@@ -28,11 +28,12 @@ from schemas.records import (
     PartitionStatus,
     Rejected,
     Retry,
-    TokenChunk,
     Tokens,
     Usage,
     WorkerStatus,
 )
+from schemas.token_records import TokenChunk
+from streams.ledger.billing import version
 from tests.fleet_driver import worker_status
 from tests.gateway_factories import EPOCH, SLOT, WORKER_EPOCH, inference_request
 
@@ -84,7 +85,7 @@ class Desk:
 
     def tokens(self, position: int, ids: bytes, epoch: int = WORKER_EPOCH, attempt: int = 1) -> list[Action]:
         chunk = TokenChunk(RID, attempt, position, list(ids))
-        return self.owner.on_tokens(Tokens(0, epoch, [chunk]), self.time, 0.0)
+        return self.owner.on_tokens(Tokens.of(0, epoch, [chunk]), self.time, 0.0)
 
     def complete(
         self, count: int, reason: str = "stop", epoch: int = WORKER_EPOCH, attempt: int = 1
@@ -172,7 +173,7 @@ def test_a_lost_worker_is_followed_by_another_attempt_once_that_is_read_back(why
     assert (stray.record.attempt, stray.record.epoch) == (1, WORKER_EPOCH)
     # The next attempt goes on where that one stopped.
     chunk = TokenChunk(RID, 2, 2, list(b"cd"))
-    assert desk.owner.on_tokens(Tokens(1, 70, [chunk]), desk.time, 0.0) == []
+    assert desk.owner.on_tokens(Tokens.of(1, 70, [chunk]), desk.time, 0.0) == []
     end = Completion(RID, 2, 1, 70, 3, 0, 4, "length")
     row = bill(desk.owner.on_record(end, desk.time))  # a stray was seen: its row may be above the truth
     assert (row.attempt, row.output_tokens, row.sealed) == (2, 4, True)
@@ -198,7 +199,7 @@ def test_the_fourth_attempt_is_the_last() -> None:
             Dispatched(RID, attempt, EPOCH, 0, WORKER_EPOCH + attempt, "simulated"), desk.time
         )
         chunk = TokenChunk(RID, attempt, attempt - 1, [attempt])
-        desk.owner.on_tokens(Tokens(0, WORKER_EPOCH + attempt, [chunk]), desk.time, 0.0)
+        desk.owner.on_tokens(Tokens.of(0, WORKER_EPOCH + attempt, [chunk]), desk.time, 0.0)
         desk.view.on_heartbeat(Heartbeat("worker", 0, WORKER_EPOCH + attempt + 1, b""), desk.time)
         actions = desk.owner.tick(desk.view, NOW, 0.0)
         if attempt < 4:
@@ -385,11 +386,68 @@ def test_a_stray_is_cancelled_by_run_but_not_for_each_of_its_records() -> None:
 def test_an_ended_request_that_still_shows_records_is_cancelled_again() -> None:
     desk = Desk()
     desk.owner.on_record(Rejected(RID, 1, 503, "expired", "late"), 0)
-    (cancel,) = desk.tokens(0, b"x")
-    assert isinstance(cancel, Cancel)
+    actions = desk.tokens(0, b"x")
+    (cancel,) = (action for action in actions if isinstance(action, Cancel))
     assert cancel.record.epoch == WORKER_EPOCH
+    row = bill(actions)  # it was refused: what ran nevertheless costs nothing
+    assert (row.sealed, row.input_tokens, row.output_tokens) == (True, 0, 0)
     desk.pass_ms(61_000)
     assert desk.tokens(1, b"x") == []
+
+
+@pytest.mark.parametrize("first", ["tokens", "dispatched"])
+def test_a_second_run_that_shows_only_behind_the_end_changes_nothing_of_the_bill(first: str) -> None:
+    desk = Desk()
+    prompt = len(desk.owned.request.prompt_token_ids)
+    desk.tokens(0, b"ab")
+    assert desk.complete(2) == []  # the row of its worker is the truth
+    ended, desk.time = desk.time, desk.time + 5_000
+    actions = desk.tokens(0, b"abcd", epoch=99) if first == "tokens" else desk.dispatched(epoch=99)
+    (cancel,) = (action for action in actions if isinstance(action, Cancel))
+    assert (cancel.record.reason, cancel.record.epoch) == ("stray", 99)
+    row = bill(actions)
+    assert (row.sealed, row.attempt, row.epoch) == (True, 1, WORKER_EPOCH)
+    assert (row.input_tokens, row.output_tokens, row.finish_reason) == (prompt, 2, "stop")
+    assert row.ended_at == ended
+    assert version(row) > version(replace(row, sealed=False, output_tokens=4, epoch=99))
+    desk.pass_ms(1_100)
+    assert [type(action) for action in desk.tokens(4, b"e", epoch=99)] == [Cancel]  # once is enough
+
+
+def test_what_is_waived_behind_its_sealed_bill_is_free_all_the_same() -> None:
+    desk = Desk()
+    desk.dispatched()
+    desk.tokens(0, b"x", epoch=99)
+    desk.tokens(0, b"ab")
+    sealed = bill(desk.complete(2))
+    assert (sealed.sealed, sealed.output_tokens) == (True, 2)
+    waived = bill(desk.owner.waive(desk.owned, "token_rate_exceeded", desk.time))
+    assert (waived.sealed, waived.input_tokens, waived.output_tokens) == (True, 0, 0)
+    assert version(waived) > version(sealed)
+    assert [type(action) for action in desk.tokens(1, b"y", epoch=98)] == [Cancel]  # and stays so
+
+
+def test_an_attempt_too_large_for_the_log_ends_the_request_with_what_it_has() -> None:
+    desk = Desk()
+    desk.dispatched()
+    desk.tokens(0, b"ab")
+    desk.owner.on_record(Retry(RID, 2, EPOCH, "worker_lost"), desk.time)
+    desk.owned.oversized = True
+    said = desk.pass_ms(100)
+    assert failure(said).code == "request_too_large"
+    row = bill(desk.read_back(said))
+    assert (row.sealed, row.attempt, row.output_tokens) == (True, 2, 2)
+    assert isinstance(desk.reader.end, ApiError)
+    assert (desk.reader.end.status, desk.reader.end.code) == (413, "request_too_large")
+
+
+def test_a_late_run_of_an_earlier_attempt_ranks_below_and_needs_no_row() -> None:
+    desk = Desk()
+    desk.tokens(0, b"a")
+    desk.owner.on_record(Retry(RID, 2, EPOCH, "worker_lost"), desk.time)
+    desk.tokens(1, b"b", epoch=99, attempt=2)
+    assert desk.complete(2, epoch=99, attempt=2) == []
+    assert [type(action) for action in desk.tokens(1, b"z")] == [Cancel]
 
 
 def test_late_records_of_the_run_that_completed_are_nothing() -> None:
@@ -581,7 +639,8 @@ def test_whatever_happens_the_client_hears_one_end_and_the_bill_is_the_fold(step
     for step in [*steps, "left", "time", "read_back", "read_back", "late", "read_back", "read_back"]:
         before = desk.reader.end
         state = desk.owned.state
-        count, attempt = len(state.token_ids), state.attempt
+        over = desk.owned.counted
+        count, attempt = len(state.token_ids) if over is None else over[1], state.attempt
         epoch = WORKER_EPOCH + attempt - 1  # another life for each attempt
         match step:
             case "dispatch":
@@ -607,8 +666,8 @@ def test_whatever_happens_the_client_hears_one_end_and_the_bill_is_the_fold(step
                 actions = desk.owner.abandon(desk.owned, "disconnected")
                 abandoned = True
             case "late":  # nothing ever answers: the client's time is over, then the cancel's
-                late = desk.owned.request.accepted_at + desk.owned.request.end_ms
-                actions = desk.owner.tick(desk.view, late, 0.0) + desk.pass_ms(31_000)
+                past_end = desk.owned.request.accepted_at + desk.owned.request.end_ms
+                actions = desk.owner.tick(desk.view, past_end, 0.0) + desk.pass_ms(31_000)
             case "read_back" if unread:
                 actions = desk.owner.on_record(unread.popleft(), desk.time)
             case "time":
@@ -622,7 +681,9 @@ def test_whatever_happens_the_client_hears_one_end_and_the_bill_is_the_fold(step
         bills += rows
         assert all(row.output_tokens == count for row in rows)
         if any(isinstance(a, SendRequest | Bill) for a in actions):
-            assert step in ("read_back", "complete", "error", "cancelled", "reject", "late")
+            # What shows only behind the end makes a worker's row doubtful.
+            late = over is not None and step in ("dispatch", "tokens", "gap", "stray")
+            assert late or step in ("read_back", "complete", "error", "cancelled", "reject", "late")
         if before is not None:
             assert desk.reader.end is before
         elif desk.reader.end is not None:

@@ -12,7 +12,8 @@ from gateway.reader import StreamReader
 from gateway.replay import Replay, ReplayReader
 from schemas.api.errors import ApiError
 from schemas.codec import decode, encode
-from schemas.records import Claim, Completion, TokenChunk, Tokens
+from schemas.records import Claim, Completion, Tokens
+from schemas.token_records import TokenChunk
 from tests.gateway_factories import EPOCH, MODEL, WORKER_EPOCH, config
 
 TEXT = b"abcdefgh"
@@ -34,7 +35,7 @@ def log() -> list[ConsumerRecord]:
     messages = [
         message(
             100 + at,
-            Tokens(0, WORKER_EPOCH, [TokenChunk(r, 1, at, [TEXT[at]], None) for r in RIDS]),
+            Tokens.of(0, WORKER_EPOCH, [TokenChunk(r, 1, at, [TEXT[at]], None) for r in RIDS]),
         )
         for at in range(len(TEXT))
     ]
@@ -251,8 +252,8 @@ async def test_only_records_that_may_concern_a_stream_are_decoded() -> None:
     others = [TokenChunk(bytes([n]) * 16, 1, 0, [97], None) for n in range(10, 20)]
     strange = ConsumerRecord("inference.tokens", 3, 105, 1, 0, None, b"\xc3\x01" + bytes(60), 0, -1, -1, [])
     records = [
-        message(100, Tokens(0, WORKER_EPOCH, others)),
-        message(101, Tokens(0, WORKER_EPOCH, [*others, TokenChunk(RIDS[0], 1, 0, [97], None)])),
+        message(100, Tokens.of(0, WORKER_EPOCH, others)),
+        message(101, Tokens.of(0, WORKER_EPOCH, [*others, TokenChunk(RIDS[0], 1, 0, [97], None)])),
         message(102, Completion(RIDS[1], 1, 0, WORKER_EPOCH, 1, 0, 0, "length")),
         message(103, Claim(EPOCH, 2, 99)),
         message(104, Completion(RIDS[0], 1, 0, WORKER_EPOCH, 1, 0, 1, "length")),

@@ -18,6 +18,8 @@ PUBLIC_IDS = st.builds(
     priority=st.integers(0, 2),
     model_hash=st.binary(min_size=4, max_size=4),
     may_be_cut=st.booleans(),
+    described=st.booleans(),
+    call_prefix=st.sampled_from(["", "call", "toolu"]),
 )
 ONE = PublicId(3, 12_345, bytes(range(16)), 1, hash_model("simulated"), may_be_cut=True)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from aiokafka.errors import KafkaConnectionError
+from aiokafka.errors import KafkaConnectionError, MessageSizeTooLargeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +23,7 @@ BODY = {"model": "simulated", "prompt": "hi", "max_tokens": 4}
 CHAT = {"model": "simulated", "messages": [{"role": "user", "content": "hi"}]}
 RESPONSE = {"model": "simulated", "input": "hi"}
 CHAT_PATH = "/v1/chat/completions"
+FORM = (b"content-type", b"multipart/form-data; boundary=x")
 
 
 def admission_says(status: int, code: str, retry_after_ms: int | None = None) -> Callable[[Stand], None]:
@@ -49,6 +50,10 @@ def no_broker(stand: Stand) -> None:
 
 def slow_broker(stand: Stand) -> None:
     stand.outbox.error = TimeoutError()
+
+
+def small_topic(stand: Stand) -> None:
+    stand.outbox.error = MessageSizeTooLargeError()
 
 
 def past_deadline(stand: Stand) -> None:
@@ -105,6 +110,18 @@ REFUSALS = [
     Refusal("unknown model, chat", 404, "model_not_found", {**CHAT, "model": "x"}, "model", CHAT_PATH),
     Refusal("unknown model id", 404, "model_not_found", None, "model", "/v1/models/a/b", "GET"),
     Refusal("unknown response", 404, "response_not_found", None, path="/v1/responses/resp_x", method="GET"),
+    Refusal("unknown file", 404, "file_not_found", None, path="/v1/files/x", method="GET"),
+    Refusal("file without a key", 401, "missing_api_key", path="/v1/files", options={"key": None}),
+    Refusal("no form", 415, "unsupported_media_type", param="Content-Type", path="/v1/files"),
+    Refusal("compressed file", 415, "unsupported_encoding", param="Content-Encoding", path="/v1/files",
+            options={"headers": [(b"content-encoding", b"gzip")]}),
+    Refusal("broken form", 400, "invalid_multipart", path="/v1/files", options={"headers": [FORM]}),
+    Refusal("slow file", 408, "body_timeout", b"--x\r\n", path="/v1/files",
+            options={"hang": True, "headers": [FORM]}, settings={"body_timeout_s": 0.05}),
+    Refusal("declared size of a file", 413, "body_too_large", path="/v1/files",
+            options={"headers": [FORM, (b"content-length", b"65637")]}, settings={"max_file_bytes": 100}),
+    Refusal("too many files at a time", 503, "too_many_bodies", path="/v1/files",
+            options={"headers": [FORM]}, settings={"max_bodies_bytes": 10_000_000}),
     Refusal("not kept", 400, "unsupported_field", {**RESPONSE, "previous_response_id": "resp_x"},
             "previous_response_id", "/v1/responses"),
     Refusal("wrong method", 405, "method_not_allowed", method="GET", headers={b"allow": b"POST"}),
@@ -168,6 +185,7 @@ REFUSALS = [
     Refusal("draining", 503, "draining", arrange=draining, headers={b"retry-after": b"1"}),
     Refusal("starting", 503, "starting", arrange=starting, headers={b"retry-after": b"1"}),
     Refusal("broker away", 503, "broker_unavailable", arrange=no_broker, headers={b"retry-after": b"1"}),
+    Refusal("record too large", 413, "request_too_large", param="prompt", arrange=small_topic),
     Refusal("broker slow", 503, "broker_unavailable", arrange=slow_broker),
     Refusal("deadline", 504, "deadline_exceeded", arrange=past_deadline),
     Refusal("bug", 500, "internal_error", arrange=failing),

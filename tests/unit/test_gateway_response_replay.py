@@ -20,10 +20,10 @@ from schemas.records import (
     Failed,
     Rejected,
     Retry,
-    TokenChunk,
     TokenLogprobs,
 )
 from schemas.stream_state import ReplyRecord, Run
+from schemas.token_records import TokenChunk
 from tests.gateway_factories import EPOCH, MODEL, WORKER_EPOCH, config
 
 RID = bytes(range(16))

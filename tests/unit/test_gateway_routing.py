@@ -40,6 +40,7 @@ async def test_the_answer_names_the_model_that_served_it(stream: bool) -> None:
     stand.tokens(request, 0, b"hi", "stop")
     stand.complete(request, 2, "stop")
     await call.finish()
+    assert call.headers[b"x-headrace-model"] == b"small"
     assert b'"model":"small"' in call.content.replace(b": ", b":")
     assert b'"model":"simulated"' not in call.content.replace(b": ", b":")
 

@@ -20,7 +20,7 @@ async def test_an_answer_says_where_its_stream_is(stream: bool) -> None:
     stand.complete(request, 1)
     await call.finish()
     public_id = stand.serving.public_ids.decode("acme", call.headers[HEADER].decode())
-    where = (request.reply_partition, 5_000, request.request_id, 1, hash_model("simulated"), True, False)
+    where = (request.reply_partition, 5_000, request.request_id, 1, hash_model("simulated"), True, False, "")
     assert tuple(public_id) == where
 
 

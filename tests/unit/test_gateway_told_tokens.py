@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from gateway.api.logprobs import streamed_logprobs, whole_logprobs
 from gateway.metrics import Metrics
 from gateway.reader import Reader, StreamReader, WholeReader
-from gateway.told_tokens import ToldTokens
 from schemas.api.answers import num_shown, output_text
 from schemas.api.prepare import COMPLETIONS_URL, Prepared
+from schemas.api.told_tokens import ToldTokens
 from schemas.priority import PriorityClass
 from schemas.records import Completion
 from schemas.sampling import SamplingParams, TokenLogprobs

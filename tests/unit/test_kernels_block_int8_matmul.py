@@ -9,9 +9,7 @@ from kernels.block_int8_tiles import HAS_AMX_BF16
 from kernels.int8_matmul import amx_config, supports_panels
 from kernels.quantize_rows import quantize_rows
 
-needs_vnni = pytest.mark.skipif(
-    not supports_panels(32, 64), reason="this processor has no AVX-512 VNNI; oneDNN multiplies on it"
-)
+needs_vnni = pytest.mark.skipif(not supports_panels(32, 64), reason="this processor has no AVX-512 VNNI")
 needs_amx = pytest.mark.skipif(
     not (HAS_AMX_BF16 and amx_config()), reason="this processor has no AMX: all rows are multiplied as int8"
 )

@@ -7,9 +7,7 @@ from kernels.activations import Format
 from kernels.int8_matmul import int8_matmul, pack_panels, supports_panels
 from kernels.quantize_rows import quantize_rows
 
-needs_vnni = pytest.mark.skipif(
-    not supports_panels(32, 64), reason="this processor has no AVX-512 VNNI; oneDNN multiplies on it"
-)
+needs_vnni = pytest.mark.skipif(not supports_panels(32, 64), reason="this processor has no AVX-512 VNNI")
 
 
 @needs_vnni

@@ -3,137 +3,37 @@
 import itertools
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.catalog import Catalog
-from schemas.fleet import FleetView
-from schemas.models import load_models
 from schemas.records import (
     Admitted,
-    Cancellation,
     Claim,
-    Completion,
-    Dispatched,
     Failed,
-    Heartbeat,
-    InferenceRequest,
-    Join,
     Left,
-    Rejected,
-    Restate,
     Retry,
-    TokenChunk,
     Tokens,
 )
-from streams.ledger.batch import MAX_RETRIES, SILENCE_MS, BatchShard
-from streams.ledger.batch_actions import Action, AdmissionOffsets, Append, CancelRun, Restated, SendRequest
-from streams.ledger.batch_records import BatchItem, parse
+from schemas.token_records import TokenChunk
+from streams.ledger.batch import SILENCE_MS
+from streams.ledger.batch_actions import AdmissionOffsets
 from streams.ledger.batch_recovery import RECOVERED_MS
-
-MODELS = load_models(Catalog.load(Path("none")), ["simulated"])
-P = 2  # the reply partition, and the requests partition, of shard 0
-EPOCH, WORKER = 50, 20
-END_MS = 86_400_000
-
-
-def make_item(name: str = "a", offset: int = 0, max_tokens: int = 4, accepted_at: int = 0) -> BatchItem:
-    body = {"custom_id": name, "model": "simulated", "prompt": "hi", "max_tokens": max_tokens}
-    item = parse(json.dumps(body).encode(), "demo", offset, accepted_at, MODELS)
-    assert isinstance(item, BatchItem)
-    return item
-
-
-class World:
-    """One shard over its log. `log` is the reply partition; `requests` what went to inference.requests."""
-
-    def __init__(self, log: list[Any] | None = None, resume: int = 0, epoch: int = EPOCH) -> None:
-        self.log = [] if log is None else log
-        self.epoch = epoch
-        self.now = 0
-        self.fleet = FleetView()
-        self.fleet.watch_as("ledger", 0, epoch)
-        self.fleet.on_event(Join("worker", 0, b"n"), WORKER)
-        self.beat(0)
-        self.requests: list[InferenceRequest] = []
-        self.cancelled: list[Cancellation] = []
-        self.restated: list[Restate] = []
-        self.admission: dict[int, AdmissionOffsets] = {}
-        self.shard = BatchShard(
-            0, 0, epoch, end_ms=END_MS, position=resume, log_end=len(self.log), now_ms=self.now
-        )
-        self._read = resume
-        self.read_back()
-
-    def beat(self, passed_ms: int) -> None:
-        self._stamp = getattr(self, "_stamp", 1_000_000)
-        for step in range(0, passed_ms + 1, 100):
-            for role, epoch in (("ledger", self.epoch), ("worker", WORKER)):
-                self.fleet.on_heartbeat(Heartbeat(role, 0, epoch, b"n"), self._stamp + step)
-        self._stamp += passed_ms
-        self.now += passed_ms
-
-    def do(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case SendRequest(request):
-                    self.requests.append(request)
-                    self.shard.on_sent(request.request_id, request.attempt, len(self.requests) - 1)
-                case Append(record):
-                    self.log.append(record)
-                case CancelRun(record):
-                    self.cancelled.append(record)
-                case Restated(record):
-                    self.restated.append(record)
-
-    def accept(self, item: BatchItem) -> None:
-        self.do(self.shard.accept(item, self.now, self.fleet.clock.now_ms))
-        self.read_back()
-
-    def say(self, *records: Any) -> None:
-        self.log += records
-        self.read_back()
-
-    def read_back(self) -> None:
-        while self._read < len(self.log):
-            record = self.log[self._read]
-            self._read += 1
-            self.do(self.shard.on_reply(record, self._read - 1, 0, self.now, self.fleet.clock.now_ms))
-
-    def tick(self, passed_ms: int = 0) -> None:
-        self.beat(passed_ms)
-        self.do(self.shard.tick(self.now, self.fleet, self.admission))
-        self.read_back()
-
-    def answers(self) -> list[dict[str, Any]]:
-        return [json.loads(answer.value) for answer in self.shard.answers]
-
-    @property
-    def last(self) -> InferenceRequest:
-        return self.requests[-1]
-
-
-def dispatched(request: InferenceRequest, epoch: int = WORKER) -> Dispatched:
-    return Dispatched(request.request_id, request.attempt, request.owner_epoch, 0, epoch, "simulated")
-
-
-def tokens(request: InferenceRequest, position: int, text: str, epoch: int = WORKER) -> Tokens:
-    chunk = TokenChunk(request.request_id, request.attempt, position, list(text.encode()))
-    return Tokens(0, epoch, [chunk])
-
-
-def completion(
-    request: InferenceRequest, count: int, reason: str = "length", epoch: int = WORKER
-) -> Completion:
-    return Completion(request.request_id, request.attempt, 0, epoch, 3, 0, count, reason)
-
-
-def rejected(request: InferenceRequest, status: int, code: str = "no", after: int | None = None) -> Rejected:
-    return Rejected(request.request_id, request.attempt, status, code, code, after)
+from streams.ledger.owner_word import MAX_RETRIES
+from tests.batch_world import (
+    END_MS,
+    EPOCH,
+    WORKER,
+    P,
+    World,
+    completion,
+    dispatched,
+    make_item,
+    rejected,
+    tokens,
+)
 
 
 def test_a_request_and_its_answer() -> None:
@@ -146,7 +46,7 @@ def test_a_request_and_its_answer() -> None:
     world.say(dispatched(request), tokens(request, 0, "ab"), tokens(request, 2, "cd"), completion(request, 4))
     (answer,) = world.answers()
     assert (answer["text"], answer["usage"]["output_tokens"]) == ("abcd", 4)
-    assert world.shard.answers[0].seal is None
+    assert world.shard.answers.topic[0].seal is None
     assert world.shard.open == 0
     assert world.shard.resume_offset == len(world.log)
 
@@ -171,7 +71,7 @@ def test_the_same_request_twice_runs_once_and_is_answered_twice() -> None:
     world.say(dispatched(request), completion(request, 0))
     world.accept(make_item(offset=2))
     assert len(world.requests) == 1
-    assert [answer.source.offset for answer in world.shard.answers] == [0, 1, 2]
+    assert [answer.source.offset for answer in world.shard.answers.topic] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -212,7 +112,7 @@ def test_refused_for_good_is_an_answer(status: int, code: str, want: str | None)
     world.accept(make_item())
     world.say(rejected(world.last, status, code))
     assert world.answers()[0]["error"]["code"] == (want or code)
-    assert world.shard.answers[0].seal is None
+    assert world.shard.answers.topic[0].seal is None
 
 
 def test_a_lost_worker_is_retried_from_where_it_was() -> None:
@@ -253,7 +153,7 @@ def test_silence_is_judged_on_the_logs_clock_alone() -> None:
     assert len(world.requests) == 1
     for _ in range(SILENCE_MS // 1000 - 1):
         world.tick(1000)
-        world.say(Tokens(0, WORKER, [TokenChunk(world.last.request_id, 1, 0, [])]))  # "I am here"
+        world.say(Tokens.of(0, WORKER, [TokenChunk(world.last.request_id, 1, 0, [])]))  # "I am here"
     assert len(world.requests) == 1
     world.tick(SILENCE_MS + 200)
     assert world.last.attempt == 2
@@ -279,7 +179,7 @@ def test_it_gives_up_and_seals_the_bill() -> None:
         )
     assert isinstance(world.log[-1], Failed)
     assert world.answers()[0]["error"]["code"] == "worker_lost"
-    seal = world.shard.answers[0].seal
+    seal = world.shard.answers.topic[0].seal
     assert seal is not None
     assert (seal.attempt, seal.sealed, seal.output_tokens, seal.input_tokens) == (4, True, 4, 3)
 
@@ -292,7 +192,7 @@ def test_a_stray_is_cancelled_and_the_bill_sealed() -> None:
     world.say(tokens(request, 2, "no", epoch=99), completion(request, 1))
     assert [(c.slot, c.epoch) for c in world.cancelled] == [(0, 99)]
     assert world.answers()[0]["text"] == "a"
-    seal = world.shard.answers[0].seal
+    seal = world.shard.answers.topic[0].seal
     assert seal is not None
     assert (seal.sealed, seal.output_tokens, seal.finish_reason) == (True, 1, "length")
 
@@ -327,6 +227,27 @@ def test_read_and_not_answered_is_sent_again_three_times_then_backs_off() -> Non
     gaps = [b - a for a, b in itertools.pairwise(sent_at)]
     assert gaps[:3] == [1_100, 1_100, 1_100]
     assert gaps[3] >= 2_000
+
+
+def test_it_waits_no_longer_than_a_minute_and_until_its_tenant_is_changed() -> None:
+    world = World()
+    world.accept(make_item())
+    world.say(rejected(world.last, 429, after=30 * 86_400_000))
+    sent = len(world.requests)
+    world.tick(59_000)
+    assert len(world.requests) == sent
+    world.tick(1_000)
+    assert len(world.requests) == sent + 1
+    world.say(rejected(world.last, 429, after=30 * 86_400_000))
+    world.shard.rules_changed({"others"}, world.now)
+    world.tick(2_000)
+    assert len(world.requests) == sent + 1
+    world.shard.rules_changed({world.last.tenant}, world.now)
+    world.tick(1_999)
+    assert len(world.requests) == sent + 1
+    assert world.shard.refused_until == {world.last.tenant: world.now + 1}
+    world.tick(1)
+    assert len(world.requests) == sent + 2
 
 
 def test_it_expires() -> None:
@@ -382,15 +303,40 @@ def test_a_request_named_by_the_old_owner_after_the_claim_is_claimed_alone() -> 
     assert second.last.attempt == 2
 
 
-def test_records_of_others_are_not_kept() -> None:
+def test_what_an_earlier_life_sent_runs_before_this_one_reads_it() -> None:
+    first = World()
+    first.accept(make_item())
+    request = first.last
+    second = World(first.log, epoch=EPOCH + 1)
+    second.do(second.shard.claims())
+    # Admission had not had it yet when this life began.
+    second.say(dispatched(request), tokens(request, 0, "ab"))
+    second.accept(make_item())
+    second.say(tokens(request, 2, "cd"), completion(request, 4))
+    assert second.answers()[0]["text"] == "abcd"
+    assert second.requests == []
+    third = World(first.log, epoch=EPOCH + 2)
+    third.accept(make_item())
+    assert third.answers()[0]["text"] == "abcd"
+
+
+def test_records_of_what_has_ended_here_are_not_kept() -> None:
     world = World()
-    world.say(Tokens(0, 1, [TokenChunk(b"x" * 16, 1, 0, [1])]))
+    world.accept(make_item())
+    request = world.last
+    world.say(dispatched(request), completion(request, 0))
+    world.say(dispatched(request), tokens(request, 0, "x"))
     assert not world.shard.recovery
-    recovered = World([Tokens(0, 1, [TokenChunk(b"x" * 16, 1, 0, [1])])])
-    assert len(recovered.shard.recovery) == 1
-    recovered.now += RECOVERED_MS
-    recovered.tick(100)
-    assert not recovered.shard.recovery
+
+
+def test_records_of_others_are_kept_for_a_while() -> None:
+    world = World()
+    for offset in range(2):
+        world.say(Tokens.of(0, 1, [TokenChunk(b"x" * 16, 1, 0, [1])]))
+        assert len(world.shard.recovery) == 1 - offset
+        world.now += RECOVERED_MS
+        world.tick(100)
+        assert not world.shard.recovery
 
 
 @settings(max_examples=150, deadline=None)
@@ -435,10 +381,10 @@ def test_whatever_happens_each_is_answered_once_with_the_right_text(seed: int, c
                 running[key] = position + 1
         world.tick(500)
         if rng.random() < 0.3:  # a flush
-            for answer in world.shard.answers:
+            for answer in world.shard.answers.topic:
                 assert answer.source.offset not in answered
                 answered[answer.source.offset] = json.loads(answer.value)
-            world.shard.answers.clear()
+            world.shard.answers.topic.clear()
             committed_resume = world.shard.resume_offset
         if lives < crashes and rng.random() < 0.02:
             lives += 1
@@ -447,13 +393,13 @@ def test_whatever_happens_each_is_answered_once_with_the_right_text(seed: int, c
             world.requests, world.now = old.requests, old.now
             world.do(world.shard.claims())
             world.read_back()
-            for item in items:
-                if item.source.offset not in answered:
+            for offset, item in enumerate(items):
+                if offset not in answered:
                     world.accept(item)
         if len(answered) == count:
             break
     assert sorted(answered) == list(range(count)), running
-    for item in items:
-        answer = answered[item.source.offset]
+    for offset, item in enumerate(items):
+        answer = answered[offset]
         if answer["error"] is None:
             assert answer["text"] == "abcdef"[: item.sampling.max_tokens]

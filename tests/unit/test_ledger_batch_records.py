@@ -1,6 +1,7 @@
 """Batch records in and out; every bad one is an answer that names the field."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.api.answers import Finished
+from schemas.api.answers import Finished, answer
 from schemas.api.errors import ApiError
 from schemas.catalog import Catalog
 from schemas.codec import decode, encode
 from schemas.models import LoadedModel, load_models
 from schemas.records import BatchRequest, BatchResult, Retry
+from streams.ledger.batch_item import BatchItem, Shape, Source
 from streams.ledger.batch_records import (
+    MAX_ANSWER_BYTES,
     BadRecord,
-    BatchItem,
-    Shape,
-    Source,
     encode_answer,
     encode_error,
     parse,
@@ -27,12 +27,15 @@ from streams.ledger.batch_records import (
 MODELS: dict[str, LoadedModel] = load_models(Catalog.load(Path("none")), ["simulated"])
 GENERATE = {"custom_id": "a", "model": "simulated", "prompt": "hi", "max_tokens": 3}
 CHAT_BODY = {"model": "simulated", "messages": [{"role": "user", "content": "hi"}]}
+RESPONSE_BODY = {"model": "simulated", "input": "hi"}
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT_BODY}
 
 
-def read(value: Any, tenant: str = "demo", offset: int = 7) -> BatchItem | BadRecord:
+def read(
+    value: Any, tenant: str = "demo", offset: int = 7, headers: list[tuple[str, bytes | None]] | None = None
+) -> BatchItem | BadRecord:
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
-    return parse(data, tenant, offset, 1_000, MODELS)
+    return parse(data, tenant, offset, 1_000, MODELS, headers=headers or [])
 
 
 def item(value: Any, **where: Any) -> BatchItem:
@@ -53,18 +56,20 @@ def test_a_generate_record() -> None:
 
 
 def test_a_batch_file_line_and_an_avro_record() -> None:
-    assert item(LINE).source.shape is Shape.LINE
+    assert item(LINE).source == Source("demo", 7, "a", Shape.LINE)
     without_method = {k: v for k, v in LINE.items() if k != "method"}
     assert item(without_method).request_id == item(LINE).request_id
     avro = encode(BatchRequest("a", json.dumps({k: v for k, v in GENERATE.items() if k != "custom_id"})))
     assert item(avro).source == Source("demo", 7, "a", Shape.AVRO)
-    assert item(avro).request_id == item(GENERATE).request_id
+    assert item(avro).request_id != item(GENERATE).request_id  # each is answered in its own encoding
 
 
 def test_a_completion_is_a_line_like_any_other() -> None:
     found = item({**LINE, "url": "/v1/completions", "body": {"model": "simulated", "prompt": [104]}})
     assert (found.url, found.prompt_token_ids, found.sampling.max_tokens) == ("/v1/completions", [104], 16)
-    line = json.loads(encode_answer(found.source, found.request_id, found.url, FINISHED))
+    line = json.loads(
+        encode_answer(Source("demo", 7, "a", Shape.LINE), found.request_id, answer(found.url, FINISHED))
+    )
     assert line["response"]["body"]["object"] == "text_completion"
 
 
@@ -79,6 +84,32 @@ def test_a_producers_retry_is_the_same_request_and_other_work_is_not() -> None:
     assert len({base.request_id, *(other.request_id for other in others)}) == 4
     assert item(GENERATE).sampling.seed == base.sampling.seed  # not random: it survives a restart
     assert item({**GENERATE, "seed": 5}).sampling.seed == 5
+
+
+def test_a_header_groups_records_into_batches() -> None:
+    def grouped(group: bytes | None) -> BatchItem:
+        return item(GENERATE, headers=[("other", None), ("batch", group)])
+
+    assert grouped(b"night").source == Source("demo", 7, "a", Shape.GENERATE, "night")
+    assert grouped(b"night").request_id == grouped(b"night").request_id
+    assert len({grouped(group).request_id for group in (b"night", b"day", None)}) == 3
+    assert grouped(None).request_id == grouped(b"").request_id == item(GENERATE).request_id
+    too_long = read(GENERATE, headers=[("batch", b"x" * 513)])
+    assert isinstance(too_long, BadRecord)
+    assert (too_long.error.param, too_long.source.custom_id) == ("header batch", "a")
+    assert too_long.source.group == "x" * 512
+    # What cannot be read is told to its batch all the same.
+    assert read(b"{", headers=[("batch", b"\xff")]).source == Source(
+        "demo", 7, group="\N{REPLACEMENT CHARACTER}"
+    )
+
+
+def test_an_answer_that_no_record_can_hold_is_an_error() -> None:
+    body = {"text": "x" * MAX_ANSWER_BYTES}
+    for shape in Shape:
+        value = encode_answer(Source("demo", 1, "a", shape), bytes(16), body)
+        assert len(value) < 1_000
+        assert b"answer_too_large" in value
 
 
 @pytest.mark.parametrize(
@@ -103,6 +134,12 @@ def test_a_producers_retry_is_the_same_request_and_other_work_is_not() -> None:
         ({**GENERATE, "colour": "red"}, "unknown_field", "colour"),
         ({**GENERATE, "model": "gpt-9"}, "model_not_found", "model"),
         ({**GENERATE, "max_tokens": 10**6}, "context_length_exceeded", "max_tokens"),
+        ({**GENERATE, "prompt": "x" * (8 << 20)}, "context_length_exceeded", "prompt"),
+        (
+            {**LINE, "body": {**CHAT_BODY, "messages": [{"role": "user", "content": "x" * (8 << 20)}]}},
+            "context_length_exceeded",
+            "messages",
+        ),
         ({**LINE, "url": "/v1/embeddings"}, "invalid_value", "url"),
         ({**LINE, "url": ["x"]}, "invalid_value", "url"),
         ({**LINE, "method": "GET"}, "invalid_value", "method"),
@@ -111,7 +148,13 @@ def test_a_producers_retry_is_the_same_request_and_other_work_is_not() -> None:
         ({"custom_id": "a", "url": "/v1/generate"}, "missing_field", "body"),
         ({**LINE, "body": {**CHAT_BODY, "stream": True}}, "invalid_value", "stream"),
         ({**LINE, "body": {**CHAT_BODY, "n": 2}}, "unsupported_field", "n"),
-        ({**LINE, "body": {**CHAT_BODY, "logprobs": True}}, "unsupported_field", "logprobs"),
+        ({**LINE, "body": {**CHAT_BODY, "top_logprobs": 2}}, "invalid_value", "top_logprobs"),
+        ({**LINE, "url": "/v1/messages", "body": {**CHAT_BODY, "n": 1}}, "unknown_field", "n"),
+        (
+            {**LINE, "url": "/v1/responses", "body": {**RESPONSE_BODY, "background": True}},
+            "invalid_value",
+            "background",
+        ),
     ],
 )
 def test_a_bad_record_names_its_fault(value: Any, code: str, param: str | None) -> None:
@@ -146,7 +189,8 @@ FINISHED = Finished(bytes(16), "simulated", 1, "hello", "stop", 3, 0, 5)
 
 def test_answers_have_the_shape_of_what_was_asked() -> None:
     rid = b"\1" * 16
-    generate = json.loads(encode_answer(Source("demo", 1, "a"), rid, "/v1/generate", FINISHED))
+    finished = replace(FINISHED, request_id=rid)
+    generate = json.loads(encode_answer(Source("demo", 1, "a"), rid, answer("/v1/generate", finished)))
     assert generate == {
         "custom_id": "a",
         "id": rid.hex(),
@@ -157,11 +201,11 @@ def test_answers_have_the_shape_of_what_was_asked() -> None:
         "error": None,
     }
     source = Source("demo", 1, "a", Shape.LINE)
-    line = json.loads(encode_answer(source, rid, "/v1/chat/completions", FINISHED))
+    line = json.loads(encode_answer(source, rid, answer("/v1/chat/completions", finished)))
     assert line.keys() == {"id", "custom_id", "response", "error"}
     assert line["response"]["request_id"] == rid.hex()
     assert line["response"]["body"]["object"] == "chat.completion"
-    avro = decode(encode_answer(Source("demo", 1, "a", Shape.AVRO), rid, "/v1/generate", FINISHED))
+    avro = decode(encode_answer(Source("demo", 1, "a", Shape.AVRO), rid, answer("/v1/generate", finished)))
     assert isinstance(avro, BatchResult)
     assert json.loads(avro.body or "")["text"] == "hello"
 
@@ -182,3 +226,19 @@ def test_errors_have_the_shape_of_what_was_asked(status: int) -> None:
     avro = decode(encode_error(Source("demo", 1, "a", Shape.AVRO), None, error))
     assert isinstance(avro, BatchResult)
     assert (avro.error_code, avro.error_message) == ("why", "because")
+
+
+@pytest.mark.parametrize("status", [400, 499, 504])
+def test_an_error_tells_what_is_billed_of_its_request(status: int) -> None:
+    error, usage = ApiError(status, "why", "because"), {"input_tokens": 3, "output_tokens": 2}
+
+    def told(shape: Shape) -> Any:
+        value = encode_error(Source("demo", 1, "a", shape), bytes(16), error, usage)
+        if shape is Shape.AVRO:
+            return json.loads(getattr(decode(value), "body", None) or "")
+        found = json.loads(value)
+        if shape is Shape.GENERATE:
+            return found
+        return found["error"] or found["response"]["body"]
+
+    assert [told(shape)["usage"] for shape in Shape] == [usage] * 3

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.records import Usage
+from schemas.usage_rank import usage_rank
 from streams.ledger.billing import (
     ATTEMPT_BITS,
     COLUMNS,
@@ -48,10 +49,11 @@ usages = st.builds(
     attempt=st.integers(1, 4),
     sealed=st.booleans(),
     tenant=st.sampled_from(["a", "b"]),
+    input_tokens=st.sampled_from([0, 3]),
     output_tokens=st.integers(0, 3),
     cached_tokens=st.integers(0, 3),
     ended_at=st.integers(0, 3),
-)
+).map(lambda usage: dataclasses.replace(usage, cached_tokens=min(usage.cached_tokens, usage.input_tokens)))
 
 
 def test_bits_fill_a_uint64() -> None:
@@ -67,17 +69,30 @@ def test_any_order_and_doubling_leaves_the_same_rows(records: list[Usage], rng: 
     assert billed(map(row_of, shuffled)) == once
     for (tenant, request_id), row in once.items():
         own = [u for u in records if (u.tenant, u.request_id.hex()) == (tenant, request_id)]
-        best = max((u.attempt, u.sealed, u.output_tokens) for u in own)
-        assert (row.attempt, row.sealed, row.output_tokens) == best
+        best = max(map(usage_rank, own))
+        free = row.sealed and row.input_tokens == row.output_tokens == 0
+        assert (row.attempt, row.sealed, free, row.output_tokens) == best
 
 
 @given(usages, usages)
-def test_version_orders_as_the_triple(a: Usage, b: Usage) -> None:
-    key_a, key_b = ((u.attempt, u.sealed, u.output_tokens) for u in (a, b))
+def test_version_orders_as_the_rank(a: Usage, b: Usage) -> None:
+    key_a, key_b = usage_rank(a), usage_rank(b)
     if key_a != key_b:
         assert (version(a) < version(b)) == (key_a < key_b)
     else:
         assert (version(a) == version(b)) == (a == b)
+
+
+def test_what_is_waived_is_free_whatever_was_billed_of_that_attempt() -> None:
+    most = make_usage(sealed=True, output_tokens=(1 << OUTPUT_BITS) - 2)
+    waived = make_usage(sealed=True, input_tokens=0, output_tokens=0)
+    for rows in ([most, waived], [waived, most]):
+        (row,) = billed(map(row_of, rows)).values()
+        assert (row.input_tokens, row.output_tokens) == (0, 0)
+    # A worker's empty row is no such word, and a later attempt counts above it.
+    empty = make_usage(input_tokens=0, output_tokens=0)
+    assert version(empty) < version(make_usage(output_tokens=1))
+    assert version(waived) < version(make_usage(attempt=2, output_tokens=0))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +103,7 @@ def test_version_orders_as_the_triple(a: Usage, b: Usage) -> None:
         ("attempt", 0),
         ("attempt", 1 << ATTEMPT_BITS),
         ("output_tokens", -1),
-        ("output_tokens", 1 << OUTPUT_BITS),
+        ("output_tokens", (1 << OUTPUT_BITS) - 1),
         ("input_tokens", -1),
         ("cached_tokens", 11),
         ("accepted_at", 0),

@@ -1,6 +1,8 @@
 """How matrices are multiplied: what is chosen from timings, and what becomes of a timing that hangs."""
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from workers.models import linear_choice
 from workers.models.fast_linear import ROW_BUCKETS, LinearKind, row_bucket, same_kind
 from workers.models.linear_choice import choose_kinds, choose_linears
+from workers.models.linear_timing import is_hopeless
 
 SHAPES = [(64, 64), (96, 128)]
 INT8, ONEDNN, WEIGHT_ONLY, BF16 = (
@@ -49,6 +52,18 @@ def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
         choose_linears("int4", SHAPES, tmp_path)
 
 
+def test_int8_is_refused_where_nothing_multiplies_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's reference code would take minutes for a prompt."""
+    monkeypatch.setattr(linear_choice, "supports_panels", lambda *shape: False)
+    monkeypatch.setattr(linear_choice, "ONEDNN_HAS_INT8", False)
+    with pytest.raises(
+        ValueError, match="int8 needs AVX-512 or AVX-VNNI, which this processor lacks: use auto"
+    ):
+        choose_linears("int8", SHAPES, tmp_path)
+    monkeypatch.setattr(linear_choice, "ONEDNN_HAS_INT8", True)
+    assert choose_linears("int8", SHAPES, tmp_path)(64, 64) == same_kind(ONEDNN)
+
+
 def fake_timing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> None:
     """Lets `program` run where the timing would, under the interpreter that the tests run under."""
     script = tmp_path / "bin" / "timing.py"
@@ -81,10 +96,29 @@ def test_a_whole_timing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     fake = tmp_path / "bin" / "timing.py"
     fake.write_text("raise SystemExit('it must not run again')")
     assert choose_linears("auto", SHAPES, tmp_path)(64, 64) == same_kind(WEIGHT_ONLY)
-    # A file that is not whole is as good as none.
+    # However old it is.
     (kept,) = tmp_path.glob("linear-*")
+    os.utime(kept, (0, 0))
+    assert choose_linears("auto", SHAPES, tmp_path)(64, 64) == same_kind(WEIGHT_ONLY)
+    # A file that is not whole is as good as none.
     kept.write_text('[{"shape": [64')
     fake.write_text(f"print({LINE.format('bf16', times)!r})")
+    assert choose_linears("auto", SHAPES, tmp_path)(64, 64) == same_kind(BF16)
+
+
+def test_what_a_timing_said_of_all_shapes_before_it_hung_is_kept_for_a_day(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    line = LINE.format("weight_only", "1, 1, 5, 5")
+    lines = f"{line}\n{line.replace('64x64', '96x128')}"
+    fake_timing(monkeypatch, tmp_path, f"import time\nprint({lines!r}, flush=True)\ntime.sleep(60)")
+    monkeypatch.setattr(linear_choice, "SILENCE_S", 0.5)
+    assert choose_linears("auto", SHAPES, tmp_path)(96, 128) == same_kind(WEIGHT_ONLY)
+    (tmp_path / "bin" / "timing.py").write_text(f"print({LINE.format('bf16', '1, 1, 1, 1')!r})")
+    assert choose_linears("auto", SHAPES, tmp_path)(64, 64) == same_kind(WEIGHT_ONLY)
+    (kept,) = tmp_path.glob("linear-*")
+    yesterday = time.time() - 24 * 3600 - 60
+    os.utime(kept, (yesterday, yesterday))
     assert choose_linears("auto", SHAPES, tmp_path)(64, 64) == same_kind(BF16)
 
 
@@ -99,6 +133,15 @@ def test_the_best_of_several_timings_counts(monkeypatch: pytest.MonkeyPatch, tmp
         {(64, 64): {BF16: [1, 1, 1, 1], WEIGHT_ONLY: [2, 2, 9, 9]}},
         True,
     )
+
+
+def test_what_is_ten_times_slower_for_all_rows_is_not_timed_again() -> None:
+    seconds = {
+        BF16: [1.0, 1.0, 1.0, 1.0],
+        ONEDNN: [11.0, 11.0, 11.0, 11.0],
+        WEIGHT_ONLY: [11.0, 2.0, 0.5, 1.0],
+    }
+    assert [is_hopeless(kind, seconds) for kind in seconds] == [False, True, False]
 
 
 def test_this_machine_is_timed(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from aiokafka.errors import KafkaError, KafkaTimeoutError
 
 from schemas import topics
 from schemas.headers import ReplyTo
-from schemas.records import Completion, Dispatch, TokenChunk, Tokens, Usage
+from schemas.records import Completion, Dispatch, Tokens, Usage
+from schemas.token_records import TokenChunk
 from tests.hand_producer import HandProducer, settle
 from tests.worker_harness import make_inference_request
 from workers.live_requests import End, LiveRequest, LiveRequests

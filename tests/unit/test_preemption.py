@@ -51,6 +51,34 @@ def test_recompute_throws_the_kv_away_and_says_so() -> None:
     check_invariants(scheduler, [first, second])
 
 
+def test_what_is_computed_again_is_counted() -> None:
+    scheduler, first, second = two_of_which_one_must_give_way()
+    step(scheduler)
+    assert second.num_recomputed_tokens == 0
+    while second.status is not RequestStatus.RUNNING:
+        batch = step(scheduler)
+    assert batch.admitted == [second]
+    assert (first.num_recomputed_tokens, second.num_recomputed_tokens) == (0, 32)
+
+
+@pytest.mark.parametrize(("sharing", "cached"), [("off", 0), ("tenant", 16)])
+def test_an_attempt_that_takes_over_computes_again_what_the_one_before_had(sharing: str, cached: int) -> None:
+    """But for what the prefix cache has of it."""
+    scheduler = make_scheduler(sharing=sharing)
+    earlier = make_request(3, prompt_token_ids=[101] * 31, max_tokens=1)
+    scheduler.add_request(earlier)
+    while earlier.finish_reason is None:
+        step(scheduler)
+    resumed, new = (
+        make_request(n, prompt_len=31, max_tokens=30, output_token_ids=output)
+        for n, output in ((1, [5] * 9), (2, []))
+    )
+    for request in (resumed, new):
+        scheduler.add_request(request)
+    step(scheduler)
+    assert (resumed.num_recomputed_tokens, new.num_recomputed_tokens) == (40 - cached, 0)
+
+
 def test_swap_keeps_the_kv_and_brings_it_back() -> None:
     scheduler, first, second = two_of_which_one_must_give_way(num_host_blocks=4)
     table = list(second.block_table)

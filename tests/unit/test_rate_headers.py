@@ -1,11 +1,14 @@
 """What is left of a tenant's limits, in the headers of both APIs."""
 
+import asyncio
+from dataclasses import replace
 from typing import Any
 
+import jsonschema_rs
 import pytest
 
-from gateway.rate_headers import duration, rate_headers
-from schemas.records import Admitted, Dispatched, RateLimit, Rejected
+from gateway.rate_headers import duration, rate_header_objects, rate_headers
+from schemas.records import Admitted, ClassLimits, Dispatched, RateLimit, Rejected
 from tests.gateway_factories import EPOCH, WORKER_EPOCH, Stand
 
 NOW_S = 1_700_000_000.25  # 2023-11-14T22:13:20.25Z
@@ -75,8 +78,77 @@ def test_durations_are_written_as_openai_does(ms: int, said: str) -> None:
     assert duration(ms) == said
 
 
+@pytest.mark.parametrize("anthropic", [True, False])
+def test_all_of_them_are_described_as_they_are(anthropic: bool) -> None:
+    for limits in ([REQUESTS, TOKENS, INPUT, OUTPUT], [REQUESTS, OUTPUT]):
+        made = text(rate_headers(limits, anthropic=anthropic, now_s=NOW_S))
+        described = rate_header_objects(anthropic=anthropic)
+        assert set(made) <= set(described)
+        for name, value in made.items():
+            schema = described[name]["schema"]
+            said = int(value) if schema["type"] == "integer" else value
+            jsonschema_rs.Draft202012Validator(schema, validate_formats=True).validate(said)
+    assert set(
+        text(rate_headers([REQUESTS, TOKENS, INPUT, OUTPUT], anthropic=anthropic, now_s=NOW_S))
+    ) == set(described)
+
+
+@pytest.mark.parametrize("ms", [0, 1, 999, 8_640, 59_999, 360_000, 61_500, 3_600_000])
+def test_durations_are_as_described(ms: int) -> None:
+    schema = rate_header_objects(anthropic=False)["x-ratelimit-reset-tokens"]["schema"]
+    jsonschema_rs.Draft202012Validator(schema).validate(duration(ms))
+
+
 BODY = {"model": "simulated", "prompt": "hello", "max_tokens": 2}
 MESSAGE = {"model": "simulated", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+def limited() -> Stand:
+    stand = Stand()
+    limits = [ClassLimits(0, requests_per_minute=60)]
+    stand.serving.tenants.put("acme", replace(stand.serving.tenants.named("acme"), limits=limits))
+    return stand
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_tokens_that_overtake_what_admission_says_do_not_lose_it(path: str, stream: bool) -> None:
+    stand = limited()
+    body = BODY if path == "/v1/completions" else {"model": "simulated", "input": "hello"}
+    call = stand.call(path=path, body={**body, "stream": stream})
+    request = await stand.request()
+    stand.tokens(request, 0, [72, 73], "length")
+    stand.complete(request, 2)
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert not call.sent
+    said = Dispatched(request.request_id, 1, EPOCH, 0, WORKER_EPOCH, "fallback", rate_limits=[REQUESTS])
+    stand.tell(said)
+    await call.finish()
+    assert call.headers[b"x-ratelimit-remaining-requests"] == b"59"
+    assert call.headers[b"x-headrace-model"] == b"fallback"
+    assert b'"model":"fallback"' in call.content
+
+
+async def test_what_admission_never_says_holds_no_answer_up() -> None:
+    stand = limited()
+    call = stand.call(path="/v1/completions", body={**BODY, "stream": True})
+    request = await stand.request()
+    stand.tokens(request, 0, [72, 73], "length")
+    stand.complete(request, 2)
+    assert b"[DONE]" in (await call.finish()).content
+
+
+@pytest.mark.parametrize(("priority", "waits"), [("interactive", False), ("free", True)])
+async def test_nobody_waits_for_what_cannot_be_said(priority: str, waits: bool) -> None:
+    stand = Stand()
+    call = stand.call(body={**BODY, "priority": priority, "stream": True})
+    stand.tokens(await stand.request(), 0, [72])
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert bool(call.sent) is not waits
+    call.disconnect()
+    await call.finish()
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,23 @@
 """`headrace replay` without Kafka: recorded decisions in, differences out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from infra.replay.closed_loop import ClosedLoop
 from infra.replay.command import parse_time
 from infra.replay.comparison import compare
 from infra.replay.policy import Candidate, PolicyError, ShippedPolicy, load_policy
 from infra.replay.recording import Recording
-from schemas.records import Decision, Usage
+from schemas.budgets import exceeded, month_of, spend_key
+from schemas.records import Amount, Budget, Decision, Spend, Usage
 from streams.admission.arrival import Arrival, OverloadPolicy
 from streams.admission.router import RoutingPolicy
 from tests.unit.test_admission_overload import CALM, Spike
@@ -47,6 +53,43 @@ def test_the_shipped_policy_decides_the_same_of_its_own_record(overload: list[De
     assert figures["newly_refused"] == figures["newly_let_in"] == {}
     assert figures["recorded"]["refused"].keys() == {"free free_class_shed", "free over_fair_share"}
     assert recorded.num_unseen == 90  # of a tenant that is not there
+
+
+def test_what_a_budget_refused_is_refused_again_by_what_was_left_of_it() -> None:
+    spike = Spike(200)
+    budget, month = Budget("10", "USD", [80]), month_of(spike.driver.now)
+    spike.tenant("thrifty", budget=budget)
+    spike.tenant("warned", budget=replace(budget, hard_stop=False))
+    for spent in ("9.999999999999999999", "10"):
+        for name in ("thrifty", "warned"):
+            told = Spend(name, month, [Amount("USD", spent)], [])
+            spike.driver.admission.budgets.put(spend_key(name, month), told)
+        spike.step([spike.driver.request(tenant=name) for name in ("thrifty", "warned") for _ in range(5)])
+    decisions = spike.driver.admission.decisions.drain()
+    found = [(d.action, d.reason, d.inputs["budget_left"]) for d in decisions if d.tenant == "thrifty"]
+    assert found == [("dispatch", "room", 1e-18)] * 5 + [("reject", "budget_exceeded", 0.0)] * 5
+    recorded = recording(decisions)
+    assert recorded.num_unseen == 0
+
+    class Open(ShippedPolicy):
+        def admit(self, tenant: str, model: str, seen: Arrival) -> None:
+            return None
+
+    for policy in (ShippedPolicy(), Open()):
+        figures = compare(policy, recorded.requests()).figures()
+        assert figures["recorded"] == figures["replayed"]
+        assert figures["replayed"]["refused"] == {"interactive budget_exceeded": 5}
+        assert figures["newly_refused"] == figures["newly_let_in"] == {}
+    assert len(ClosedLoop(recorded.requests(), {}).requests) == 15
+
+
+@given(st.decimals(0, 10**9, places=6), st.decimals(0, 10**9, places=12))
+def test_a_record_of_a_budget_says_what_was_decided_by_it(amount: Decimal, spent: Decimal) -> None:
+    seen = Arrival(**CALM, budget_left=float(amount - spent))
+    again = Arrival.from_inputs(seen.inputs())
+    assert again == seen
+    assert again.is_out_of_budget is exceeded(Budget(str(amount), "USD", []), spent)
+    assert not Arrival.from_inputs(Arrival(**CALM).inputs()).is_out_of_budget
 
 
 def test_another_policy_refuses_others(overload: list[Decision]) -> None:

@@ -31,8 +31,8 @@ from streams.admission.restating import (
     Restating,
 )
 from streams.ledger.batch_actions import AdmissionOffsets
+from tests.batch_world import World, dispatched, make_item
 from tests.gateway_factories import EPOCH, SLOT, WORKER_EPOCH, inference_request
-from tests.unit.test_ledger_batch import World, dispatched, make_item
 
 T0 = 1_700_000_000_000
 TAKEOVER = 70
@@ -62,7 +62,9 @@ def used(n: int, tokens: int, accepted_at: int, attempt: int = 1) -> Usage:
 class Heir:
     """An admission process that has just taken partition 0 over, in a fleet of two gateways."""
 
-    def __init__(self, partition: int = 0, roles: tuple[str, ...] = (), **limits: int) -> None:
+    def __init__(
+        self, partition: int = 0, coordinator_shards: tuple[int, ...] | None = None, **limits: int
+    ) -> None:
         self.limits = Limits()
         entry = ClassLimits(0, **limits)
         self.limits.set_tenant(Tenant("demo", 0, [], [entry]), T0)
@@ -70,18 +72,22 @@ class Heir:
         self.partition = partition
         self.fleet = FleetView()
         self.fleet.watch_as("admission", 0, 9)
-        self.roles = [("gateway", 0), ("gateway", 1), *((role, 0) for role in roles)]
+        self.coordinator_shards = coordinator_shards
         self.now = T0
         self.time = 0
-        self.beat(announced=False)
+        for _ in range(4):  # long enough to have heard everyone
+            self.beat(announced=False)
         self.restating.hold([(partition, TAKEOVER)], self.now)
 
     def beat(self, announced: bool = True) -> None:
         self.time += 100
         status = PartitionStatus(self.partition, TAKEOVER, TAKEOVER, [])
         partitions = [status] if announced else []
-        for role, slot in self.roles:
-            self.fleet.on_heartbeat(Heartbeat(role, slot, 5, b""), self.time)
+        for slot in (0, 1):
+            self.fleet.on_heartbeat(Heartbeat("gateway", slot, 5, b""), self.time)
+        if self.coordinator_shards is not None:
+            shards = list(self.coordinator_shards)
+            self.fleet.on_heartbeat(Heartbeat("ledger", 0, 5, b"", coordinator_shards=shards), self.time)
         self.fleet.on_heartbeat(Heartbeat("admission", 0, 9, b"", partitions=partitions), self.time)
 
     def hear(self, said: Restate) -> None:
@@ -146,8 +152,8 @@ def test_rows_that_do_not_come_hold_it_up_for_a_while_only() -> None:
     assert heir.opens(1)
 
 
-def test_a_batch_partition_waits_for_its_coordinator_where_there_is_a_ledger() -> None:
-    heir = Heir(partition=5, roles=("ledger",))
+def test_a_batch_partition_waits_for_its_coordinator() -> None:
+    heir = Heir(partition=5, coordinator_shards=(0, 1))
     heir.restating.usage_is_read(5)
     heir.beat()
     for slot in (0, 1):
@@ -157,6 +163,35 @@ def test_a_batch_partition_waits_for_its_coordinator_where_there_is_a_ledger() -
     assert not heir.opens()
     heir.hear(restate(slot=1, role="ledger"))
     assert heir.opens()
+
+
+@pytest.mark.parametrize("coordinator_shards", [None, (), (0,)])
+def test_a_batch_partition_waits_for_no_coordinator_that_is_not_there(
+    coordinator_shards: tuple[int, ...] | None,
+) -> None:
+    heir = Heir(partition=5, coordinator_shards=coordinator_shards)
+    heir.restating.usage_is_read(5)
+    heir.beat()
+    for slot in (0, 1):
+        heir.hear(restate(slot=slot))
+    assert heir.opens()
+
+
+def test_who_has_just_begun_to_listen_takes_nobody_for_dead() -> None:
+    restating, fleet = Restating(Limits()), FleetView()
+    fleet.watch_as("admission", 0, 9)
+    restating.hold([(0, TAKEOVER)], T0)
+    restating.usage_is_read(0)
+    opened_at = None
+    for time in range(100, 600, 100):
+        if time > 200:  # the gateway's heartbeats come later than its own
+            fleet.on_heartbeat(Heartbeat("gateway", 0, 5, b""), time)
+            restating.on_restate(restate(running(1)), 0, T0 + time)
+        fleet.on_heartbeat(Heartbeat("admission", 0, 9, b""), time)
+        if restating.open_due(fleet, T0 + time):
+            opened_at = time
+            break
+    assert opened_at == 400
 
 
 def test_an_answer_to_another_takeover_is_none() -> None:

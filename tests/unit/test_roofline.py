@@ -114,3 +114,12 @@ def test_a_prompt_in_chunks_attends_to_the_same_pairs_as_in_one_piece(sizes: lis
 def test_refuses_what_cannot_be(changed: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Roofline(DEVICES["h100"], MODELS["70b"], **changed)  # type: ignore[arg-type]
+
+
+def test_a_model_that_does_not_fit_80_gb_is_told_how_many_gpus_it_needs() -> None:
+    """The 70B has 141 GB of bf16 weights; in FP8 they leave 1.4 GB of one GPU's 72."""
+    h100, model = DEVICES["h100"], MODELS["70b"]
+    with pytest.raises(ValueError, match=r"141 GB of weights .* it needs tensor_parallel >= 2"):
+        Roofline(h100, model, tensor_parallel=1, weight_dtype=DType.BF16)
+    Roofline(h100, model, tensor_parallel=2, weight_dtype=DType.BF16)
+    Roofline(h100, model, tensor_parallel=1, weight_dtype=DType.FP8)

@@ -16,6 +16,7 @@ from workers.request import FinishReason
 from workers.roofline import DEVICES, MODELS, Roofline, StepLoad
 from workers.runners import load_engine
 from workers.simulated_runner import SimulatedRunner
+from workers.step_time import num_attended_pairs
 from workers.text_rules import TextRules
 
 H100S = Roofline(DEVICES["h100"], MODELS["70b"], tensor_parallel=8)
@@ -85,6 +86,10 @@ def batch_of(*chunks: tuple[int, int]) -> SchedulerOutput:
         request = make_request(number, prompt_len=computed + scheduled)
         request.num_computed_tokens = computed
         batch.scheduled.append(ScheduledSequence(request, scheduled, samples=True))
+        batch.total_num_scheduled_tokens += scheduled
+        batch.num_sampled += 1
+        batch.num_context_tokens += computed + scheduled
+        batch.num_attended_pairs += num_attended_pairs(computed, scheduled - 1)
     return batch
 
 

@@ -12,6 +12,7 @@ from infra.simulator.measures import Measures
 from infra.simulator.scenario import Scenario
 from infra.simulator.scenario_file import parse_scenario
 from infra.simulator.simulation import Simulation
+from schemas.records import Decision
 
 # HBM so small that blocks run out: 8b in FP8 leaves 8 GB x share - 8 GB for KV.
 _SCARCE, _AMPLE = 0.102, 0.9
@@ -22,7 +23,11 @@ def scenario(plan: dict[str, Any]) -> Scenario:
 
 
 def outcome(plan: dict[str, Any], *, leap: bool) -> Measures:
-    return Simulation(scenario(plan), Path(), leap=leap, log_all=True).run()
+    return Simulation(scenario(plan), Path(), leap=leap, log_tokens=True, record=True).run()
+
+
+def decisions(measures: Measures) -> list[Decision]:
+    return [entry for entry in measures.record or () if isinstance(entry, Decision)]
 
 
 def assert_equal(stepped: Measures, leapt: Measures) -> None:
@@ -30,7 +35,7 @@ def assert_equal(stepped: Measures, leapt: Measures) -> None:
         assert measures.token_log is not None
         return sorted(measures.token_log)
 
-    assert leapt.decisions == stepped.decisions
+    assert decisions(leapt) == decisions(stepped)
     assert [entry[:2] for entry in tokens(leapt)] == [entry[:2] for entry in tokens(stepped)]
     assert [entry[2] for entry in tokens(leapt)] == pytest.approx(
         [entry[2] for entry in tokens(stepped)], abs=1e-9
@@ -106,6 +111,20 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
         failures.append(
             {"at": draw(st.floats(0.5, 3.0)), "slot": 0, "silent": draw(st.booleans()), "back_at": 3.5}
         )
+    if draw(st.booleans()):
+        hardware = {
+            "gpu": "h100",
+            "memory_share": draw(st.sampled_from([_SCARCE, _AMPLE])),
+            "swap_memory_mib": draw(st.sampled_from([0, 256])),
+        }
+    else:
+        measured = {
+            "num_blocks": draw(st.integers(600, 5_000)),
+            "step_ms": draw(st.floats(2.0, 20.0)),
+            "seq_ms": draw(st.sampled_from([0.0, 0.1])),
+            "prefill_tokens_per_s": draw(st.sampled_from([0.0, 9_000.0])),
+        }
+        hardware = {"measured": measured, "swap_memory_mib": 0}
     return {
         "duration": 4.0,
         "seed": draw(st.integers(0, 1 << 30)),
@@ -113,12 +132,10 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
         "fleet": [
             {
                 "model": "m",
-                "gpu": "h100",
+                **hardware,
                 "count": draw(st.integers(1, 2)),
-                "memory_share": draw(st.sampled_from([_SCARCE, _AMPLE])),
                 "max_num_seqs": draw(st.sampled_from([4, 16, 64])),
                 "inter_token_target_ms": draw(st.sampled_from([0.0, 6.0, 45.0])),
-                "swap_memory_mib": draw(st.sampled_from([0, 256])),
                 "prefix_caching": draw(st.sampled_from(["tenant", "shared", "off"])),
             }
         ],

@@ -75,6 +75,7 @@ def test_a_run_is_summed_up_by_traffic_tenant_and_time() -> None:
     assert chat["refused"] == {"429 over_fair_share": 1}
     assert chat["failed"] == {"worker_lost": 1}
     assert chat["goodput_per_s"] == 1 / 8
+    assert chat["finished_per_s"] == 3 / 8
     assert chat["ttft_ms"]["p50"] == pytest.approx(53)  # a hop of 3 ms is the client's
     assert chat["time_per_output_token_ms"]["p99"] == pytest.approx(100)
     assert found["tenants"]["a"]["refused"] == 1

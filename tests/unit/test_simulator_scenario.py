@@ -44,6 +44,16 @@ def chat(**changes: Any) -> list[Arrival]:
         ({"warm_up": 100.0}, "$.warm_up: must be shorter than duration"),
         ({"models": {"m": {"shape": "9b"}}}, "$.models.m.shape: '9b' is none of 8b, 70b"),
         ({"fleet": [{"model": "m", "gpu": "a100"}]}, "$.fleet[0].gpu: 'a100' is none of"),
+        ({"fleet": [{"model": "m"}]}, "$.fleet[0].gpu: give it, or measured instead"),
+        ({"models": {"m": {}}}, "$.fleet[0].model: 'm' has no shape, which a gpu needs"),
+        (
+            {"fleet": [{"model": "m", "measured": {"num_blocks": 9, "step_ms": 5}}]},
+            "$.fleet[0].swap_memory_mib: must be 0 where a worker is measured",
+        ),
+        (
+            {"fleet": [{"model": "m", "measured": {"num_blocks": 9, "step_ms": 0}, "swap_memory_mib": 0}]},
+            "$.fleet[0].measured.step_ms: must be above 0 where seq_ms is 0",
+        ),
         ({"fleet": [{"model": "x", "gpu": "h100"}]}, "$.fleet[0].model: 'x' is not in models"),
         (
             {"fleet": [{"model": "m", "gpu": "h100", "memory_share": 0.05}]},
@@ -116,6 +126,12 @@ def test_spikes_multiply_and_waves_swing_between_their_bounds() -> None:
     wave = chat(waves={"period": 100, "low": 0.1})
     assert sum(45 <= a.at < 55 for a in wave) == pytest.approx(495, rel=0.2)
     assert sum(a.at < 5 or a.at >= 95 for a in wave) == pytest.approx(54, rel=0.6)
+
+
+def test_spikes_that_follow_one_another_are_drawn_at_the_rate_of_one() -> None:
+    spikes = [{"at": at, "until": at + 1, "times": 1_000} for at in (10, 20, 30, 40)]
+    some = chat(rate=0.5, spikes=spikes)  # as often as all at a time, it would be 10 ** 13 draws
+    assert len(some) == pytest.approx(4 * 500 + 48, rel=0.1)
 
 
 def test_bursts_come_all_at_once() -> None:

@@ -2,8 +2,11 @@ import random
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from workers.step_time import StepTimeModel
+from workers.roofline import DEVICES, MODELS, Roofline, StepLoad
+from workers.step_time import StepTimeModel, num_attended_pairs
 
 Load = tuple[int, int, int]
 
@@ -70,8 +73,9 @@ def test_no_coefficient_is_negative_whatever_is_observed() -> None:
     model = StepTimeModel()
     rng = random.Random(3)
     for _ in range(500):
-        model.observe(*random_load(rng), rng.choice([0.0, 1e-7, 0.01, 5.0]))
-        assert min(model.base, model.per_seq, model.per_token, model.per_context) >= 0.0
+        model.observe(*random_load(rng), rng.choice([0.0, 1e-7, 0.01, 5.0]), rng.randint(0, 10**7))
+        coefficients = model.base, model.per_seq, model.per_token, model.per_context, model.per_pair
+        assert min(coefficients) >= 0.0
         assert model.predict(10, 10, 10) < float("inf")
 
 
@@ -87,3 +91,62 @@ def test_predictions_reach_at_most_twice_as_far_as_what_was_seen() -> None:
     assert (model.max_num_seqs, model.max_num_tokens) == (2, 64)
     model.observe(10, 100, 1000, 0.01)
     assert (model.max_num_seqs, model.max_num_tokens) == (20, 200)
+
+
+def test_late_chunks_of_long_prompts_are_known_to_take_longer() -> None:
+    gpu, model, rng = Roofline(DEVICES["h100"], MODELS["8b"]), StepTimeModel(), random.Random(4)
+    errors: list[float] = []
+    for num_prompts in range(60):
+        contexts = [rng.randint(100, 3_000) for _ in range(rng.randint(4, 40))]
+        decodes = [(context, 1, True) for context in contexts]
+        num_new = 512 - len(contexts)
+        for computed in [*range(0, rng.choice([2_000, 8_000, 32_000]), num_new), *[-1] * 20]:
+            is_decode = computed < 0
+            load = StepLoad.of(decodes if is_decode else [*decodes, (computed, num_new, False)])
+            seconds = gpu.step_seconds(load) * rng.uniform(0.98, 1.02)
+            sizes = (
+                (len(decodes), 0, load.context_tokens, 0)
+                if is_decode
+                else (
+                    len(decodes) + 1,
+                    num_new - 1,
+                    load.context_tokens,
+                    num_attended_pairs(computed, num_new - 1),
+                )
+            )
+            if num_prompts >= 10:
+                errors.append(abs(model.predict(*sizes) / seconds - 1))
+            model.observe(*sizes[:3], seconds, sizes[3])
+    errors.sort()
+    # Without the pairs: 0.5 at p95, and twice what a step takes at most.
+    assert errors[int(0.95 * len(errors))] < 0.05
+    assert errors[-1] < 0.2
+
+
+@given(computed=st.integers(0, 100_000), num_new=st.integers(1, 2_000))
+def test_pairs_are_those_of_the_tokens_beyond_the_first(computed: int, num_new: int) -> None:
+    first, whole = (StepLoad.of([(computed, n, True)]).attended_pairs for n in (1, num_new))
+    assert num_attended_pairs(computed, num_new - 1) == whole - first
+
+
+@given(
+    per_token=st.floats(1e-7, 1e-3),
+    per_context=st.floats(0, 1e-6),
+    per_pair=st.floats(0, 1e-7),
+    seconds=st.floats(0, 0.1),
+    computed=st.integers(0, 100_000),
+)
+def test_a_chunk_is_as_long_as_its_time_allows(
+    per_token: float, per_context: float, per_pair: float, seconds: float, computed: int
+) -> None:
+    model = StepTimeModel()
+    model.observe(8, 500, 10_000, 0.01)
+    model.base = model.per_seq = 0.0
+    model.per_token, model.per_context, model.per_pair = per_token, per_context, per_pair
+
+    def line(num_further: int) -> float:
+        return model.line(0, num_further, num_further, num_attended_pairs(computed, num_further))
+
+    found = model.num_further_in(seconds, computed)
+    assert line(found) <= seconds * (1 + 1e-9)
+    assert found == model.max_num_tokens or line(found + 1) >= seconds * (1 - 1e-9)

@@ -1,5 +1,7 @@
 """The fold of a reply partition: the table of architecture §4, row by row."""
 
+from dataclasses import replace
+
 import pytest
 
 from schemas.records import (
@@ -12,9 +14,9 @@ from schemas.records import (
     Failed,
     Rejected,
     Retry,
-    TokenChunk,
 )
 from schemas.stream_state import Effect, Gap, Run, StreamState
+from schemas.token_records import TokenChunk
 
 RID = bytes(range(16))
 OWNER, OTHER_OWNER = 100, 200
@@ -58,9 +60,26 @@ def test_a_request_from_queue_to_end() -> None:
 def test_tokens_before_dispatched_bind_the_run() -> None:
     s = state()
     assert s.apply_chunk(A, chunk(0, 7)) is Effect.TOKENS
-    assert s.run == A
+    assert (s.run, s.model) == (A, None)
+    assert s.apply(dispatched(A)) is Effect.BOUND
+    assert s.model == "m"
     assert s.apply(dispatched(A)) is Effect.IGNORED
     assert s.apply(dispatched(B)) is Effect.STRAY
+
+
+def test_what_admission_lets_it_have_counts_for_the_run_that_is_bound() -> None:
+    s = state()
+    s.apply_chunk(A, chunk(0, 7))
+    known = []
+    for record in (
+        replace(dispatched(B), max_tokens=3),
+        replace(dispatched(A), max_tokens=5),
+        retry(),
+        dispatched(B, attempt=2),
+    ):
+        s.apply(record)
+        known.append(s.max_tokens)
+    assert known == [None, 5, 5, 5]
 
 
 def test_an_empty_chunk_is_a_sign_of_life() -> None:

@@ -18,9 +18,9 @@ from schemas.records import (
     Failed,
     Rejected,
     Retry,
-    TokenChunk,
 )
 from schemas.stream_state import ReplyRecord, Run, StreamState
+from schemas.token_records import TokenChunk
 
 RID = b"r" * 16
 OLD_OWNER, OWNER, THIRD = 100, 101, 102

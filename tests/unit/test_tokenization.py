@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +48,10 @@ def test_any_ids_give_valid_unicode_however_they_are_cut(ids: list[int], data: s
     whole, parts = SIMULATED.detokenizer().push(ids), SIMULATED.detokenizer()
     assert parts.push(ids[:cut]) + parts.push(ids[cut:]) == whole
     one_by_one = SIMULATED.detokenizer()
-    assert SIMULATED.detokenizer().pieces(ids) == [one_by_one.push([token_id]) for token_id in ids]
+    pieces = [one_by_one.push([token_id]) for token_id in ids]
+    assert SIMULATED.detokenizer().pieces(ids) == pieces
+    by_piece = SIMULATED.detokenizer()
+    assert [by_piece.piece(token_id) for token_id in ids] == pieces
     whole.encode()
 
 
@@ -69,6 +74,35 @@ def test_sentencepiece_pieces_become_bytes() -> None:
 def test_prompts_get_the_bos_the_model_wants_and_user_text_cannot_forge_control_tokens() -> None:
     ids = SIMULATED.encode_prompt("<eos>hi")
     assert ids == [256, *b"<eos>hi"]
+
+
+@given(TEXT)
+def test_no_text_has_fewer_tokens_than_are_told(text: str) -> None:
+    for tokenizer in (SIMULATED, spm_like()):
+        assert tokenizer.fewest_tokens(len(text)) <= len(tokenizer.encode(text))
+    assert SIMULATED.fewest_tokens(8 << 20) > 32_768
+
+
+def test_a_long_text_is_read_as_a_short_one_and_other_threads_run_meanwhile() -> None:
+    tokenizer = Tokenizer.simulated()
+    text = "<bos>ä lo" * 60_000  # control tokens are text in it too
+    turns = 0
+    done = threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not done.wait(0.001):
+            turns += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    ids = tokenizer.encode(text)
+    before = turns
+    done.set()
+    thread.join()
+    assert bytes(ids) == text.encode()
+    # With the interpreter's lock held there would be one turn, at the end.
+    assert before > 5
 
 
 def test_a_template_may_use_control_tokens() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.tenant_log import NOTHING, TenantLog, replaces_header
+from schemas.control_log import NOTHING, ControlLog, replaces_header
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Topic:
 
     def read(self, compacted: bool = False) -> dict[str, str | None]:
         """What a process that begins now holds for true."""
-        log, found = TenantLog(), dict[str, str | None]()
+        log, found = ControlLog(), dict[str, str | None]()
         last = {name: offset for offset, (name, *_) in enumerate(self.records)}
         for offset, (name, value, headers) in enumerate(self.records):
             if compacted and last[name] != offset:
@@ -75,7 +75,7 @@ def test_the_first_of_a_name_counts_for_what_it_replaced_may_be_compacted_away()
 def test_what_is_in_force_is_the_same_after_compaction_and_no_change_is_lost_in_silence(
     steps: list[tuple[int, bool]],
 ) -> None:
-    topic, logs, read_to = Topic(), [TenantLog() for _ in range(3)], [0, 0, 0]
+    topic, logs, read_to = Topic(), [ControlLog() for _ in range(3)], [0, 0, 0]
     counted: list[list[int]] = [[], [], []]
 
     def read(who: int) -> None:

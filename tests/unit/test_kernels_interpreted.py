@@ -1,0 +1,24 @@
+"""The Triton kernels' tests in Triton's interpreter, which must be chosen before kernels are decorated."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "triton"
+TIMEOUT_S = 600
+
+
+def test_kernels_equal_their_references_in_the_interpreter(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", str(FOLDER), "-q", f"--basetemp={tmp_path / 'inner'}", "-x"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=FOLDER.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # A run that leaves one out tests nothing.
+    assert "skipped" not in done.stdout

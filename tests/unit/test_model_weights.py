@@ -1,0 +1,242 @@
+"""Files that cannot be served: each is refused by name before a tensor is read."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.decoder_files import CONFIGS, Array, make_tensors, safetensors_bytes, write_gguf, write_safetensors
+from workers.models.hugging_face_config import decoder_config
+from workers.models.open_weights import open_weights
+from workers.weights.errors import WeightsError
+from workers.weights.safetensors import SafetensorsTensors
+
+TENSORS = {family: make_tensors(config) for family, config in CONFIGS.items()}
+SMALL: dict[str, Array] = {"a": np.arange(6, dtype=np.float32).reshape(3, 2), "b": np.ones(3, np.float16)}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("llama", {"model_type": "mixtral"}, "model_type: 'mixtral' is not one of llama, qwen2, qwen3"),
+        ("llama", {"model_type": ["llama"]}, "model_type"),
+        ("llama", {"hidden_size": None}, "hidden_size: missing"),
+        ("llama", {"hidden_size": "64"}, "hidden_size: '64' is not a positive integer"),
+        ("llama", {"num_hidden_layers": True}, "num_hidden_layers: True is not a positive integer"),
+        ("llama", {"rms_norm_eps": -1}, "rms_norm_eps: -1 is not a positive number"),
+        ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings: 1 is neither true nor false"),
+        ("llama", {"num_key_value_heads": 3}, "4 heads are no multiple of 3 KV heads"),
+        ("llama", {"head_dim": 17}, "head dimension 17 is odd"),
+        ("llama", {"attention_bias": True}, "attention_bias: True asks for what is not implemented"),
+        ("llama", {"mlp_bias": True}, "mlp_bias"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act: 'gelu' asks for"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "factor": 4}},
+            "in 'rope_scaling': type: 'yarn' is not impl",
+        ),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor: missing"),
+        ("llama", {"rope_scaling": 8}, "rope_scaling: 8 is not an object"),
+        ("qwen2", {"use_sliding_window": True}, "sliding_window: missing"),
+        ("qwen3", {"num_experts": 8}, "num_experts: 8 asks for"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("gemma3", {"layer_types": ["full_attention"]}, "1 kinds given for 3 layers"),
+        ("gemma3", {"layer_types": ["chunked"] * 3}, "layer_types: .* is not a list of"),
+        (
+            "gemma3",
+            {"rope_parameters": {"rope_theta": 1.0}},
+            "needs 'full_attention' and 'sliding_attention'",
+        ),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, "quant_method: 'awq' is not implemented"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            r"weight_block_size: \[128\] is not two positive integers",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_with_its_field(
+    tmp_path: Path, family: str, change: dict[str, Any], message: str
+) -> None:
+    path = write_safetensors(tmp_path, CONFIGS[family] | change, TENSORS[family])
+    with pytest.raises(WeightsError, match=rf"config\.json.*{message}"):
+        open_weights(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("llama", {"num_hidden_layers": 4}, r"tensor 'model\.layers\.3\..*': not in the file"),
+        ("llama", {"num_hidden_layers": 2}, r"tensor 'model\.layers\.2\..*': llama has none of that name"),
+        (
+            "llama",
+            {"intermediate_size": 100},
+            r"mlp\.gate_proj\.weight': shape \(96, 64\), expected \(100, 64\)",
+        ),
+        ("llama", {"tie_word_embeddings": True}, None),
+        ("llama", {"model_type": "qwen2"}, r"q_proj\.bias': not in the file"),
+        ("qwen2", {"model_type": "llama"}, r"q_proj\.bias': llama has none of that name"),
+        ("qwen2", {"tie_word_embeddings": False}, r"tensor 'lm_head\.weight': not in the file"),
+        ("qwen3", {"model_type": "llama"}, r"[qk]_norm\.weight': llama has none of that name"),
+    ],
+)
+def test_tensors_that_are_not_what_the_config_says_are_named(
+    tmp_path: Path, family: str, change: dict[str, Any], message: str | None
+) -> None:
+    path = write_safetensors(tmp_path, CONFIGS[family] | change, TENSORS[family])
+    if message is None:  # an output matrix beside tied embeddings is what some files have
+        open_weights(path).close()
+        return
+    with pytest.raises(WeightsError, match=message):
+        open_weights(path)
+
+
+def test_a_vocabulary_that_is_not_the_embeddings_is_refused(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path, CONFIGS["llama"] | {"vocab_size": 321}, TENSORS["llama"])
+    with pytest.raises(WeightsError, match=r"vocab_size: 321.*320"):
+        open_weights(path)
+
+
+@pytest.mark.parametrize("name", ["model.bin", "pytorch_model.bin.index.json", "model"])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(WeightsError, match=rf"{name}: neither"):
+        open_weights(tmp_path / name)
+
+
+@pytest.mark.parametrize(("model_type", "name"), [("mamba", "mamba"), ("gemma2", "gemma2")])
+def test_an_unknown_architecture_in_gguf_is_refused(tmp_path: Path, model_type: str, name: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", CONFIGS["qwen3"] | {"model_type": model_type}, TENSORS["qwen3"])
+    with pytest.raises(WeightsError, match=f"general.architecture': '{name}' is not one of llama"):
+        open_weights(path)
+
+
+def test_a_part_of_a_split_gguf_file_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "m-00001-of-00003.gguf",
+        CONFIGS["llama"],
+        TENSORS["llama"],
+        add=lambda writer: writer.add_uint16("split.count", 3),
+    )
+    with pytest.raises(WeightsError, match=r"'split\.count': one of 3 files: join them"):
+        open_weights(path)
+
+
+def change_index(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        index = json.loads(path.read_text())
+        change(index)
+        path.write_text(json.dumps(index))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_text("{"), "not JSON"),
+        (lambda path: path.write_text("{}"), "'weight_map' is not an object"),
+        (change_index(lambda i: i["weight_map"].update(x="../m.safetensors")), "'../m.*' is not a file name"),
+        (change_index(lambda i: i["weight_map"].update(x="gone.safetensors")), "gone.safetensors is missing"),
+        (
+            change_index(lambda i: i["weight_map"].update(x="model-00001-of-00002.safetensors")),
+            "tensor 'x' is not in model-00001-of-00002",
+        ),
+    ],
+)
+def test_a_broken_index_is_refused(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    path = write_safetensors(tmp_path, CONFIGS["llama"], TENSORS["llama"], 2)
+    damage(path)
+    with pytest.raises(WeightsError, match=message):
+        open_weights(path)
+
+
+def with_header(header: object) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(8)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "0 bytes: this is not"),
+        (b"GGUF" + bytes(20), "header of .* bytes in a file of 24"),
+        (safetensors_bytes(SMALL)[:-1], "tensor 'b': .* past the end of the file"),
+        (struct.pack("<Q", 2) + b"{]", "not JSON"),
+        (with_header([]), "not an object"),
+        (with_header({"a": {"dtype": "F32"}}), "tensor 'a': not an object of"),
+        (with_header({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}}), "dtype 'F4' is not supp"),
+        (with_header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}), "12 needed"),
+        (with_header({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}), "not whole numbers"),
+    ],
+)
+def test_a_broken_safetensors_file_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(WeightsError, match=message):
+        SafetensorsTensors(path)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_any_damage_is_an_error_or_a_readable_file(tmp_path: Path, data: st.DataObject) -> None:
+    """Neither a crash nor a read outside the file, wherever bytes are changed or cut off."""
+    whole = safetensors_bytes(SMALL)
+    damaged = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path / "damaged.safetensors"
+    path.write_bytes(damaged[: data.draw(st.integers(0, len(whole)))])
+    try:
+        tensors = SafetensorsTensors(path)
+    except WeightsError:
+        return
+    with tensors:
+        for name in tensors.names:
+            try:
+                assert tensors.vector(name).shape == tensors.shape(name)
+            except WeightsError:
+                continue
+
+
+def test_fp8_without_scales_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(safetensors_bytes({"w": np.zeros((4, 4), np.uint8)}))
+    with SafetensorsTensors(path) as tensors, pytest.raises(WeightsError, match="'w': FP8 without w_scale"):
+        next(tensors.rows("w", 2))
+    path.write_bytes(
+        safetensors_bytes({"w": np.zeros((4, 4), np.uint8), "w_scale": np.ones((2, 2), np.float32)})
+    )
+    with SafetensorsTensors(path) as tensors, pytest.raises(WeightsError, match="no 'weight_block_size'"):
+        next(tensors.rows("w", 2))
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 2, 3, 100])
+def test_a_matrix_in_pieces_is_the_matrix(tmp_path: Path, rows_at_once: int) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(safetensors_bytes(SMALL))
+    with SafetensorsTensors(path) as tensors:
+        pieces = [*tensors.rows("a", rows_at_once)]
+    assert all(len(piece) <= rows_at_once for piece in pieces)
+    np.testing.assert_array_equal(np.concatenate(pieces), SMALL["a"])
+
+
+def test_gemmas_config_with_little_in_it_is_filled_in() -> None:
+    """As the published file of the 4B model, with its vision tower, has it."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = decoder_config({"model_type": "gemma3", "text_config": text}, "f")
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert [i for i, window in enumerate(config.layer_windows) if window is None] == [5, 11, 17, 23, 29]
+    assert (config.rope_base, config.local_rope_base, config.tied_embeddings) == (1e6, 1e4, True)
