@@ -56,10 +56,14 @@ def _converters(cls: Any) -> tuple[_Convert, _Convert]:
     hints = typing.get_type_hints(cls)
     scope: dict[str, Any] = {"cls": cls}
     to_items, from_items = [], []
-    for name in (f.name for f in dataclasses.fields(cls)):
+    for field in dataclasses.fields(cls):
+        name = field.name
         nested = _nested(hints[name])
         if nested is None:
             to_items.append(f"{name!r}: r.{name}")
+            if field.default == b"":
+                # Where an older writer lacks the field, fastavro gives the default as text.
+                from_items.append(f"d[{name!r}] = d[{name!r}] or b''")
             continue
         scope[f"to_{name}"], scope[f"from_{name}"] = _converters(nested[0])
         if nested[1]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from schemas import topics
 from schemas.codec import encode
+from schemas.handoff_records import WorkerRole
 from schemas.records import Drain, Heartbeat, Join, Left
 
 HEARTBEAT_INTERVAL_S = 0.1
@@ -222,11 +223,16 @@ class Producer(Protocol):
 
 
 async def join(
-    producer: Producer, role: str, slot: int, address: str | None = None, model: str | None = None
+    producer: Producer,
+    role: str,
+    slot: int,
+    address: str | None = None,
+    model: str | None = None,
+    worker_role: WorkerRole = WorkerRole.UNIFIED,
 ) -> tuple[int, bytes]:
     """Appends Join; returns (epoch, nonce): the record's offset is the epoch. The caller sets a deadline."""
     nonce = secrets.token_bytes(8)
-    record = Join(role=role, slot=slot, nonce=nonce, address=address, model=model)
+    record = Join(role, slot, nonce, address, model, worker_role.value)
     metadata = await producer.send_and_wait(topics.EVENTS, encode(record), partition=0)
     return metadata.offset, nonce
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from schemas.kv_layout import KVLayout
+
 # fleet.heartbeats, fleet.events, fleet.decisions
 
 
@@ -33,6 +35,8 @@ class WorkerStatus:
     prefix_sketch: bytes = b""
     by_class: list[ClassLoad] = field(default_factory=list)
     num_gpus: int = 1
+    worker_role: str = "unified"
+    kv_layout: KVLayout | None = None
 
 
 @dataclass(slots=True)
@@ -69,6 +73,7 @@ class Join:
     nonce: bytes
     address: str | None = None
     model: str | None = None
+    worker_role: str = "unified"
 
 
 @dataclass(slots=True)

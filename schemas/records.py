@@ -31,6 +31,13 @@ from schemas.fleet_records import Shedding as Shedding
 from schemas.fleet_records import Spend as Spend
 from schemas.fleet_records import Tenant as Tenant
 from schemas.fleet_records import WorkerStatus as WorkerStatus
+from schemas.handoff_records import ContentCheck as ContentCheck
+from schemas.handoff_records import Handoff as Handoff
+from schemas.handoff_records import Offer as Offer
+from schemas.handoff_records import PoolRank as PoolRank
+from schemas.handoff_records import Reserved as Reserved
+from schemas.handoff_records import TransferEnded as TransferEnded
+from schemas.kv_layout import KVLayout as KVLayout
 from schemas.request_records import Admitted as Admitted
 from schemas.request_records import Attach as Attach
 from schemas.request_records import Cancellation as Cancellation
@@ -42,10 +49,10 @@ from schemas.request_records import Dispatch as Dispatch
 from schemas.request_records import Dispatched as Dispatched
 from schemas.request_records import Duplicate as Duplicate
 from schemas.request_records import Failed as Failed
-from schemas.request_records import Handoff as Handoff
 from schemas.request_records import Idempotency as Idempotency
 from schemas.request_records import InferenceRequest as InferenceRequest
 from schemas.request_records import KeyedRequest as KeyedRequest
+from schemas.request_records import Pairing as Pairing
 from schemas.request_records import RateLimit as RateLimit
 from schemas.request_records import Rejected as Rejected
 from schemas.request_records import Restate as Restate

@@ -80,7 +80,16 @@ class Restate:
     requests: list[RestatedRequest]
 
 
-# inference.prefill, inference.decode
+# inference.prefill
+
+
+@dataclass(slots=True)
+class Pairing:
+    transfer_id: bytes
+    decode_slot: int
+    decode_epoch: int
+    reserve_ms: int
+    lease_ms: int
 
 
 @dataclass(slots=True)
@@ -89,21 +98,7 @@ class Dispatch:
     epoch: int
     expected_output_tokens: int
     request: InferenceRequest
-
-
-@dataclass(slots=True)
-class Handoff:
-    request_id: bytes
-    attempt: int
-    prefill_slot: int
-    prefill_epoch: int
-    decode_slot: int
-    decode_epoch: int
-    lease_ms: int
-    block_ids: list[int]
-    num_tokens: int
-    first_token_id: int
-    checksum: bytes
+    pairing: Pairing | None = None
 
 
 # inference.tokens: the reply partition, whose fold is the state of a request (stream_state.py)
@@ -139,6 +134,8 @@ class Dispatched:
     requests_offset: int | None = None
     rate_limits: list[RateLimit] = field(default_factory=list)
     max_tokens: int | None = None
+    prefill_slot: int | None = None
+    prefill_epoch: int | None = None
 
 
 @dataclass(slots=True)
