@@ -1,0 +1,198 @@
+"""The handoff protocol under every order of events that a seed can think of.
+
+Messages are lost, doubled, late and reordered; calls fail, land wrong bytes, or land after they have failed;
+requests are cancelled and preempted; either side dies at any point and lives again.
+"""
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from tests.handoff_world import NUM_BLOCKS, Violation, World
+from workers.handoff import decode_side, prefill_side
+from workers.handoff.states import DECODE, PREFILL, TERMINAL, Action, Event, Row, State, Table
+
+_CHAOS: list[tuple[Callable[[World], None], int]] = [
+    (World.dispatch, 4),
+    (World.compute, 12),
+    (World.begin_call, 12),
+    (World.land, 12),
+    (World.end_call, 12),
+    (World.drop_call, 2),
+    (World.close_stopped, 6),
+    (World.deliver, 24),
+    (World.drop, 2),
+    (World.engine_step, 12),
+    (World.verify, 8),
+    (World.finish_running, 4),
+    (World.cancel, 1),
+    (World.preempt, 1),
+    (World.kill_prefill, 1),
+    (World.kill_decode, 1),
+    (World.hear, 3),
+    (World.pass_time, 12),
+]
+_PEACE = [
+    World.deliver,
+    World.compute,
+    World.begin_call,
+    World.land,
+    World.end_call,
+    World.drop_call,
+    World.close_stopped,
+    World.engine_step,
+    World.verify,
+    World.finish_running,
+    World.hear,
+]
+_STEPS = 250
+_SEEDS = 1500
+
+
+def explore(seed: int) -> World:
+    """Chaos, then peace until all is quiet. Raises Violation."""
+    world = World(Random(seed))
+    events, weights = zip(*_CHAOS, strict=True)
+    for event in world.random.choices(events, weights, k=_STEPS):
+        event(world)
+    for _ in range(250):
+        for event in _PEACE:
+            event(world)
+        world.pass_time()
+    for _ in range(40):
+        for event in _PEACE:
+            event(world)
+    check_rest(world)
+    return world
+
+
+def check_rest(world: World) -> None:
+    """All has ended, nothing is held, and who was offered was served once, or nobody wants it."""
+    prefill, decode = world.prefill, world.decode
+    for life, name in ((prefill, "prefill"), (decode, "decode")):
+        for transfer_id in life.deadlines:
+            state = life.side.state(transfer_id)
+            if state is not None:
+                raise Violation(f"{name} still has {transfer_id.hex()} in {state}")
+        if life.side.num_live:
+            raise Violation(f"{name} has transfers left")
+        if life.pool.num_free_blocks != NUM_BLOCKS:
+            raise Violation(f"{NUM_BLOCKS - life.pool.num_free_blocks} blocks are lost at {name}")
+    for transfer_id, epoch in world.offered.items():
+        wanted = epoch == decode.side.run.epoch and transfer_id not in world.cancelled
+        if wanted and transfer_id not in decode.served:
+            raise Violation(f"{transfer_id.hex()} was offered and nobody serves it")
+
+
+def test_whatever_happens_transfers_end_blocks_balance_and_bytes_are_right() -> None:
+    served: dict[str, int] = {}
+    for seed in range(_SEEDS):
+        try:
+            world = explore(seed)
+        except (Violation, AssertionError, ValueError, KeyError) as error:
+            raise AssertionError(f"seed {seed}: {error!r}") from error
+        for how in world.decode.served.values():
+            served[how] = served.get(how, 0) + 1
+    # The chaos must not be so great that nothing ever works.
+    assert served["Adopt"] > 100, served
+    assert served["Recompute"] > 100, served
+    assert served["RetryElsewhere"] > 20, served
+
+
+def without(table: Table, state: State, event: Event, action: Action) -> Table:
+    row = table[state][event]
+    kept = tuple(a for a in row.actions if a is not action)
+    assert kept != row.actions
+    return {**table, state: {**table[state], event: Row(row.state, kept)}}
+
+
+def other(table: Table, state: State, event: Event, row: Row) -> Table:
+    assert table[state][event] != row
+    return {**table, state: {**table[state], event: row}}
+
+
+_S, _E, _A = State, Event, Action
+_MUTANTS: dict[str, tuple[str, Table]] = {
+    "decode frees at its deadline, not when the writes are closed": (
+        "decode",
+        other(DECODE, _S.RESERVED, _E.DEADLINE, Row(_S.EXPIRED, (_A.FREE, _A.FALL_BACK, _A.SEND_ENDED))),
+    ),
+    "decode frees when prefill has given up, though calls run": (
+        "decode",
+        other(DECODE, _S.RESERVED, _E.PEER_ENDED, Row(_S.ABORTED, (_A.FREE, _A.FALL_BACK))),
+    ),
+    "decode frees at the death of prefill, before all has landed": (
+        "decode",
+        other(DECODE, _S.RESERVED, _E.PEER_GONE, Row(_S.ABORTED, (_A.FREE, _A.FALL_BACK))),
+    ),
+    "decode frees when cancelled, though calls run": (
+        "decode",
+        other(DECODE, _S.RESERVED, _E.CANCELLED, Row(_S.ABORTED, (_A.FREE, _A.SEND_ENDED))),
+    ),
+    "decode adopts what was not verified": (
+        "decode",
+        other(DECODE, _S.RECEIVED, _E.FAILED, Row(_S.ADOPTED, (_A.ADOPT,))),
+    ),
+    "decode never asks again": ("decode", without(DECODE, _S.EXPIRED, _E.ASK_AGAIN, _A.SEND_ENDED)),
+    "decode does not fall back at its deadline": (
+        "decode",
+        without(DECODE, _S.RESERVED, _E.DEADLINE, _A.FALL_BACK),
+    ),
+    "decode falls back a second time": (
+        "decode",
+        other(DECODE, _S.ABORTED, _E.PEER_CLOSED, Row(_S.ABORTED, (_A.FREE, _A.FALL_BACK))),
+    ),
+    "decode has no deadline": ("decode", other(DECODE, _S.RESERVED, _E.DEADLINE, Row(_S.RESERVED))),
+    "decode keeps the blocks of what failed": (
+        "decode",
+        without(DECODE, _S.RECEIVED, _E.FAILED, _A.FREE),
+    ),
+    "prefill frees while its calls read": (
+        "prefill",
+        other(PREFILL, _S.TRANSFERRING, _E.DEADLINE, Row(_S.EXPIRED, (_A.STOP_WRITES, _A.FREE))),
+    ),
+    "prefill does not stop its writes": (
+        "prefill",
+        without(PREFILL, _S.TRANSFERRING, _E.PEER_ENDED, _A.STOP_WRITES),
+    ),
+    "prefill keeps blocks after adoption": (
+        "prefill",
+        without(PREFILL, _S.RECEIVED, _E.PEER_ADOPTED, _A.FREE),
+    ),
+    "prefill waits for adoption for ever": (
+        "prefill",
+        other(PREFILL, _S.RECEIVED, _E.DEADLINE, Row(_S.RECEIVED)),
+    ),
+    "prefill does not answer when asked": (
+        "prefill",
+        other(PREFILL, _S.ABORTED, _E.CLOSED, Row(_S.ABORTED)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(_MUTANTS))
+def test_a_fault_in_the_table_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each promise is broken once: the exploration must notice, else it would prove nothing."""
+    side, table = _MUTANTS[name]
+    if side == "decode":
+        monkeypatch.setattr(decode_side, "DECODE", table)
+    else:
+        monkeypatch.setattr(prefill_side, "PREFILL", table)
+    for seed in range(_SEEDS):
+        try:
+            explore(seed)
+        except (Violation, ValueError):
+            return
+    pytest.fail("no seed noticed")
+
+
+def test_every_state_and_event_is_given() -> None:
+    for table, events in ((PREFILL, set[Event]()), (DECODE, set[Event]())):
+        for rows in table.values():
+            events |= rows.keys()
+        for state, rows in table.items():
+            assert rows.keys() == events, f"{state} lacks {events - rows.keys()}"
+        for state in table.keys() & TERMINAL:
+            assert {row.state for row in rows.values()} <= TERMINAL
+            assert all(row.state is state for row in table[state].values()), state
