@@ -94,4 +94,5 @@ class TransferEnded:
     to_epoch: int
     state: str
     writes_closed: bool
+    may_land: bool
     reason: str = ""

@@ -79,6 +79,7 @@ class Sequence:
     reserved: Reserved | None = None
     stopping: bool = False
     closed: bool = False
+    may_land: bool = False
     begun: int = 0
     calls: list[Call] = field(default_factory=list)
     finished: bool = False
@@ -203,24 +204,29 @@ class World:
 
     def end_call(self) -> None:
         """A call returns: well once it has landed, or with an error, after which it may still land."""
-        alive = [call for call in self.flying if call.prefill is self.prefill]
+        alive = [call for call in self.flying if call.prefill is self.prefill and not call.has_failed]
         if not alive:
             return
         call = self.random.choice(alive)
-        sequence = self.prefill.sequences[call.transfer_id]
+        sequence = self.prefill.sequences.get(call.transfer_id)
+        if sequence is None:
+            raise Violation(f"{call.transfer_id.hex()}: prefill freed blocks before a call has returned")
         if call.has_landed:
             self.flying.remove(call)
             sequence.calls.remove(call)
             self._finish(sequence)
         elif not call.has_failed and self.random.random() < 0.3:
             call.has_failed = True
+            call.lands_by = self.now + LANDING_S
+            sequence.calls.remove(call)
+            sequence.may_land = True
             self._prefill_does(self.prefill.side.on_failed(call.transfer_id, "transport", self.now))
 
     def drop_call(self) -> None:
         """One that failed lands no more."""
-        failed = [call for call in self.flying if call.has_failed and call.prefill is self.prefill]
+        failed = [call for call in self.flying if call.has_failed]
         if failed:
-            self._forget(self.random.choice(failed))
+            self.flying.remove(self.random.choice(failed))
 
     def deliver(self) -> None:
         if self.network:
@@ -413,7 +419,8 @@ class World:
         if sequence.stopping:
             if not sequence.closed:
                 sequence.closed = True
-                self._prefill_does(self.prefill.side.on_closed(transfer_id, self.now))
+                may_land = sequence.may_land
+                self._prefill_does(self.prefill.side.on_closed(transfer_id, self.now, may_land=may_land))
         elif sequence.reserved and sequence.begun == len(sequence.blocks):
             sequence.finished = True
             checks = [
@@ -433,7 +440,8 @@ class World:
         decode = call.decode
         if decode.died_at is not None:
             return
-        value = call.prefill.memory[call.source] if call.prefill.died_at is None else None
+        sends = call.prefill.died_at is None and not call.has_failed  # else its bytes have left already
+        value = call.prefill.memory[call.source] if sends else None
         expected = contents(call.transfer_id, BLOCK_SIZE * (call.index + 1))[call.index]
         if value is not None and value != expected:
             raise Violation(f"{call.transfer_id.hex()}: a source block was used again while it was read")
@@ -447,15 +455,10 @@ class World:
         elif luck > 0.05:
             decode.memory[call.target] = 2
 
-    def _forget(self, call: Call) -> None:
-        self.flying.remove(call)
-        sequence = self.prefill.sequences.get(call.transfer_id)
-        if sequence is not None and call in sequence.calls:
-            sequence.calls.remove(call)
-            self._finish(sequence)
-
     def _own_calls(self) -> list[Call]:
-        return [call for call in self.flying if call.prefill is self.prefill and not call.has_landed]
+        """That run at prefill."""
+        ours = [call for call in self.flying if call.prefill is self.prefill]
+        return [call for call in ours if not call.has_landed and not call.has_failed]
 
     def _landing(self) -> list[Call]:
         return [call for call in self.flying if not call.has_landed]

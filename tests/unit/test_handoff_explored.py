@@ -126,6 +126,10 @@ _MUTANTS: dict[str, tuple[str, Table]] = {
         "decode",
         other(DECODE, _S.RESERVED, _E.PEER_GONE, Row(_S.ABORTED, (_A.FREE, _A.FALL_BACK))),
     ),
+    "decode frees before what a failed call had sent has landed": (
+        "decode",
+        other(DECODE, _S.ABORTED, _E.PEER_BROKE_OFF, Row(_S.ABORTED, (_A.FREE,))),
+    ),
     "decode frees when cancelled, though calls run": (
         "decode",
         other(DECODE, _S.RESERVED, _E.CANCELLED, Row(_S.ABORTED, (_A.FREE, _A.SEND_ENDED))),

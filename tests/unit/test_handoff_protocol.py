@@ -159,6 +159,17 @@ def test_a_dead_prefill_s_blocks_wait_until_what_it_sent_has_landed() -> None:
     assert pair.decode.num_live == 0
 
 
+def test_what_a_failed_call_had_sent_may_still_land() -> None:
+    pair = Pair()
+    pair.to(State.TRANSFERRING)
+    pair.handle(pair.prefill.on_failed(T, "transport", 0.0))
+    pair.now = 0.5
+    pair.handle(pair.prefill.on_closed(T, 0.5, may_land=True))
+    assert pair.kinds()[-2:] == [Recompute, FreeBlocks], "prefill's own"
+    assert pair.decode.tick(2.4) == []
+    assert pair.decode.tick(2.5) == [FreeBlocks(T)]
+
+
 def test_an_offer_that_comes_after_its_sender_s_end_is_computed() -> None:
     side = DecodeSide(Run(1, 22), LAYOUT, RANKS)
     side.on_gone(Run(0, 11), 0.0)
@@ -235,11 +246,11 @@ def test_messages_of_other_runs_are_dropped() -> None:
     pair = Pair()
     pair.to(State.TRANSFERRING)
     done = len(pair.done)
-    ended = TransferEnded(T, REQUEST.request_id, 1, 0, 10, 1, 22, "aborted", True)
+    ended = TransferEnded(T, REQUEST.request_id, 1, 0, 10, 1, 22, "aborted", True, False)
     pair.handle(pair.decode.on_ended(ended, 0.0))
-    ended = TransferEnded(T, REQUEST.request_id, 1, 0, 11, 1, 21, "aborted", True)
+    ended = TransferEnded(T, REQUEST.request_id, 1, 0, 11, 1, 21, "aborted", True, False)
     pair.handle(pair.decode.on_ended(ended, 0.0))
-    ended = TransferEnded(T, REQUEST.request_id, 1, 1, 21, 0, 11, "aborted", False)
+    ended = TransferEnded(T, REQUEST.request_id, 1, 1, 21, 0, 11, "aborted", False, False)
     pair.handle(pair.prefill.on_ended(ended, 0.0))
     assert len(pair.done) == done
 
@@ -249,7 +260,9 @@ def test_prefill_says_of_what_it_does_not_know_that_nothing_is_written() -> None
     reserved = Reserved(T, REQUEST.request_id, 1, 0, 11, 1, 22, 0, [7], LAYOUT, RANKS)
     [send] = side.on_reserved(reserved, 0.0)
     assert isinstance(send, Send)
-    assert send.record == TransferEnded(T, REQUEST.request_id, 1, 0, 11, 1, 22, "aborted", True, "unknown")
+    assert send.record == TransferEnded(
+        T, REQUEST.request_id, 1, 0, 11, 1, 22, "aborted", True, True, "unknown"
+    )
 
 
 def test_without_faults_every_request_is_adopted() -> None:

@@ -44,7 +44,8 @@ class _Incoming:
 class DecodeSide:
     """The transfers that a run is offered. Not thread-safe.
 
-    `ranks` says where its pools are. `landing_s` is how long what a run had sent may land after its end.
+    `ranks` says where its pools are. `landing_s` is how long what was sent may take to land after a failure,
+    or its sender's end.
     `ask_again_s`: how often prefill is asked whether its writes are closed. `remember_s` is longer than any
     message may be late.
     """
@@ -143,7 +144,9 @@ class DecodeSide:
         incoming = self._live.get(told.transfer_id)
         if incoming is None or Run(told.from_slot, told.from_epoch) != incoming.transfer.peer:
             return []
-        event = Event.PEER_CLOSED if told.writes_closed else Event.PEER_ENDED
+        event = Event.PEER_ENDED
+        if told.writes_closed:
+            event = Event.PEER_BROKE_OFF if told.may_land else Event.PEER_CLOSED
         return self._handle(incoming, event, now, told.reason)
 
     def on_failed(self, transfer_id: bytes, reason: str, now: float) -> list[Effect]:
@@ -237,7 +240,7 @@ class DecodeSide:
                 fall_back = Recompute if now <= incoming.recompute_by else RetryElsewhere
                 return [fall_back(offer, transfer.reason)]
             case Action.SEND_ENDED:
-                return [ended(transfer, self.run, writes_closed=False)]
+                return [ended(transfer, self.run)]
             case Action.AWAIT_LANDING:
                 if incoming.landed_at is None:
                     incoming.landed_at = now + self.landing_s

@@ -7,7 +7,7 @@ from workers.handoff.states import State
 from workers.handoff.transfer import Run, Transfer
 
 
-def ended(transfer: Transfer, run: Run, writes_closed: bool) -> Send:
+def ended(transfer: Transfer, run: Run, *, writes_closed: bool = False, may_land: bool = False) -> Send:
     """From `run`, to the transfer's other side."""
     record = TransferEnded(
         transfer.transfer_id,
@@ -19,13 +19,15 @@ def ended(transfer: Transfer, run: Run, writes_closed: bool) -> Send:
         transfer.peer.epoch,
         transfer.state.value,
         writes_closed,
+        may_land,
         transfer.reason,
     )
     return Send(transfer.peer.slot, transfer.priority, record)
 
 
 def unknown(about: Reserved | TransferEnded, run: Run, to: Run) -> Send:
-    """For a transfer that prefill does not know, or not any more: it writes nothing."""
+    """For a transfer that prefill does not know, or not any more: it writes nothing. How it ended it does not
+    know either."""
     record = TransferEnded(
         about.transfer_id,
         about.request_id,
@@ -35,6 +37,7 @@ def unknown(about: Reserved | TransferEnded, run: Run, to: Run) -> Send:
         to.slot,
         to.epoch,
         State.ABORTED.value,
+        True,
         True,
         "unknown",
     )

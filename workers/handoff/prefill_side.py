@@ -42,6 +42,7 @@ class _Outgoing:
     written: Written | None = None
     is_computed: bool = False
     writes_closed: bool = True
+    may_land: bool = False
 
 
 @dataclass(slots=True)
@@ -156,13 +157,16 @@ class PrefillSide:
             outgoing.written, outgoing.writes_closed = written, True
         return self._handle(outgoing, Event.WRITTEN, now)
 
-    def on_closed(self, transfer_id: bytes, now: float) -> list[Effect]:
-        """The answer to StopWrites: no call runs, and nothing of one that failed can land any more."""
+    def on_closed(self, transfer_id: bytes, now: float, *, may_land: bool = False) -> list[Effect]:
+        """The answer to StopWrites: no call runs, and nothing reads the blocks.
+
+        `may_land`: one has failed, and what it had sent may not have landed yet.
+        """
         outgoing = self._live.get(transfer_id)
         if outgoing is None:
             return []
         if outgoing.transfer.is_over:
-            outgoing.writes_closed = True
+            outgoing.writes_closed, outgoing.may_land = True, outgoing.may_land or may_land
         return self._handle(outgoing, Event.CLOSED, now)
 
     def on_failed(self, transfer_id: bytes, reason: str, now: float) -> list[Effect]:
@@ -233,7 +237,8 @@ class PrefillSide:
             case Action.SEND_HANDOFF:
                 return [Send(transfer.peer.slot, transfer.priority, self._handoff(outgoing))]
             case Action.SEND_ENDED:
-                return [ended(transfer, self.run, outgoing.writes_closed)]
+                closed, may_land = outgoing.writes_closed, outgoing.may_land
+                return [ended(transfer, self.run, writes_closed=closed, may_land=may_land)]
             case (
                 Action.SEND_RESERVED | Action.VERIFY | Action.ADOPT | Action.FALL_BACK | Action.AWAIT_LANDING
             ):

@@ -36,9 +36,9 @@ class Event(StrEnum):
     PEER_ADOPTED = "peer adopted"
     PEER_ENDED = "peer ended"
     PEER_CLOSED = "peer closed"
-    # by the fleet's log: the other side's run is over, and what it had sent has landed since
+    PEER_BROKE_OFF = "peer broke off"
+    # by the fleet's log: the other side's run is over
     PEER_GONE = "peer gone"
-    LANDED = "landed"
     # by the worker itself
     ROOM = "room"
     WRITABLE = "writable"
@@ -48,7 +48,8 @@ class Event(StrEnum):
     ADOPTED = "adopted"
     FAILED = "failed"
     CANCELLED = "cancelled"
-    # by the clock
+    # by the clock: `landed` when what had been sent before a failure or a death has had the time to land
+    LANDED = "landed"
     RESERVE_DEADLINE = "reserve deadline"
     DEADLINE = "deadline"
     ASK_AGAIN = "ask again"
@@ -188,6 +189,7 @@ def _decode_received(state: State) -> dict[Event, Row]:
         _E.HANDED_OFF: Row(state),
         _E.PEER_ENDED: Row(state),
         _E.PEER_CLOSED: Row(state),
+        _E.PEER_BROKE_OFF: Row(state),
         _E.PEER_GONE: Row(state),
         _E.LANDED: Row(state),
         _E.CONTENT_OK: Row(state),
@@ -208,6 +210,7 @@ def _decode_over(state: State) -> dict[Event, Row]:
         _E.HANDED_OFF: Row(state, (_A.FREE, _A.SEND_ENDED)),
         _E.PEER_ENDED: Row(state),
         _E.PEER_CLOSED: free,
+        _E.PEER_BROKE_OFF: Row(state, (_A.AWAIT_LANDING,)),
         _E.PEER_GONE: Row(state, (_A.AWAIT_LANDING,)),
         _E.LANDED: free,
         _E.CONTENT_OK: Row(state),
@@ -227,6 +230,7 @@ DECODE: Table = {
         _E.HANDED_OFF: Row(_S.ABORTED, _FREE_END),
         _E.PEER_ENDED: Row(_S.ABORTED, _FREE_END),
         _E.PEER_CLOSED: Row(_S.ABORTED, _FREE_END),
+        _E.PEER_BROKE_OFF: Row(_S.ABORTED, _FREE_END),
         _E.PEER_GONE: Row(_S.ABORTED, _FREE_END),
         _E.LANDED: Row(_S.OFFERED),
         _E.CONTENT_OK: Row(_S.OFFERED),
@@ -242,6 +246,7 @@ DECODE: Table = {
         _E.HANDED_OFF: Row(_S.RECEIVED, (_A.VERIFY,)),
         _E.PEER_ENDED: Row(_S.ABORTED, _FENCED_END),
         _E.PEER_CLOSED: Row(_S.ABORTED, _FREE_END),
+        _E.PEER_BROKE_OFF: Row(_S.ABORTED, (_A.FALL_BACK, _A.AWAIT_LANDING)),
         _E.PEER_GONE: Row(_S.ABORTED, (_A.FALL_BACK, _A.AWAIT_LANDING)),
         _E.LANDED: Row(_S.RESERVED),
         _E.CONTENT_OK: Row(_S.RESERVED),
