@@ -111,7 +111,7 @@ def test_prefill_that_is_computed_before_decode_has_room_writes_at_once_then() -
 def test_a_cancel_in_each_state_frees_the_blocks_of_both_sides(state: State, first: str) -> None:
     pair = Pair()
     pair.to(state)
-    sides = [pair.prefill, pair.decode]
+    sides: list[PrefillSide | DecodeSide] = [pair.prefill, pair.decode]
     for side in sides if first == "prefill" else reversed(sides):
         pair.handle(side.cancel(T, "cancelled", 0.0))
     if state is State.TRANSFERRING:
