@@ -1,6 +1,7 @@
-"""`headrace kernels`: what the kernels for GPUs take of one, compiled without one."""
+"""`headrace kernels`: what the kernels for GPUs take of one, and how they are best cut on this one."""
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -10,12 +11,38 @@ from rich.table import Column, Table
 
 from infra.command_line import fail
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, help="Kernels for GPUs.")
 
 
-@app.callback()  # without it the only command would take the group's name
-def kernels() -> None:
-    """Kernels for GPUs."""
+@app.command()
+def tune(
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for DEVICE.json; default: where kernels look for it.")
+    ] = None,
+) -> None:
+    """Measure on this machine's GPU how kernels are best cut, and write it down for it. Takes minutes.
+
+    Kernels on this kind of device are then cut so; a worker says at its start whether they are.
+    """
+    import torch
+
+    from kernels.tuned import FOLDER, file_name
+
+    if not torch.cuda.is_available():
+        raise fail("no NVIDIA GPU is here: nothing can be measured")
+    from kernels.tune import tune as measure_all
+
+    console = Console()
+    device = torch.device("cuda", 0)
+    table = measure_all(device, datetime.now(UTC).date().isoformat(), console.print)
+    folder = FOLDER if out is None else out
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / file_name(table.device)
+        path.write_text(table.to_json())
+    except OSError as e:
+        raise fail(str(e)) from None
+    console.print(f"{len(table.entries)} cases: {path}")
 
 
 @app.command()

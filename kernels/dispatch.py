@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.fp8_matmul_ref import fp8_matmul_ref
 from kernels.gelu_and_mul_ref import gelu_and_mul_ref
 from kernels.paged_attention_ref import paged_attention_ref
 from kernels.reshape_and_cache_ref import reshape_and_cache_ref
@@ -30,6 +31,7 @@ class Operations:
     silu_and_mul: Callable[[Tensor], Tensor]
     gelu_and_mul: Callable[[Tensor], Tensor]
     sample_rows: Callable[..., Tensor]
+    fp8_matmul: Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 PLAIN = Operations(
@@ -41,13 +43,14 @@ PLAIN = Operations(
     silu_and_mul=silu_and_mul_ref,
     gelu_and_mul=gelu_and_mul_ref,
     sample_rows=sample_rows_ref,
+    fp8_matmul=fp8_matmul_ref,
 )
 """The references: they say what is right, on every device, and are the deterministic mode."""
 
 
 def operations(device: torch.device) -> Operations:
     """For tensors on this device."""
-    return _triton() if device.type == "cuda" else PLAIN
+    return triton_operations() if device.type == "cuda" else PLAIN
 
 
 def best_device() -> torch.device:
@@ -55,19 +58,22 @@ def best_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Whether its hardware converts FP8; what computes without hardware always does."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def check_cache_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """Raises ValueError for an FP8 cache on a GPU whose hardware does not convert it."""
-    if device.type != "cuda" or dtype is not torch.float8_e4m3fn:
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
+    if dtype is torch.float8_e4m3fn and not has_fp8(device):
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         name = torch.cuda.get_device_name(device)
-        raise ValueError(
-            f"an FP8 KV cache needs compute capability 8.9; {name} has {'.'.join(map(str, capability))}"
-        )
+        raise ValueError(f"an FP8 KV cache needs compute capability 8.9; {name} has {capability}")
 
 
-def _triton() -> Operations:
+def triton_operations() -> Operations:
+    """Triton's, for GPUs or, where TRITON_INTERPRET=1 was set before, for its interpreter on CPU tensors."""
+    from kernels.fp8_matmul import fp8_matmul
     from kernels.gated_activation import gelu_and_mul, silu_and_mul
     from kernels.paged_attention import paged_attention
     from kernels.reshape_and_cache import reshape_and_cache
@@ -84,4 +90,5 @@ def _triton() -> Operations:
         silu_and_mul=silu_and_mul,
         gelu_and_mul=gelu_and_mul,
         sample_rows=sample_rows,
+        fp8_matmul=fp8_matmul,
     )

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels import (
+    fp8_matmul,
     gated_activation,
     paged_attention,
     reshape_and_cache,
@@ -17,6 +18,7 @@ BLOCK_SIZE = 16
 _NUM_BLOCKS = 4096
 _MAX_BLOCKS = 512  # of a sequence
 _PROCESSORS = 132
+_FP8_BLOCK = 128  # inputs that share a scale, as DeepSeek's and Qwen's checkpoints have them
 # (query heads, KV heads, head dim, sliding window) of a GPU. Qwen 2.5 0.5B, Llama 3.1 8B and 70B in eight
 # parts, Gemma 3 270M's local layers and 4B's global ones.
 ATTENTION = {
@@ -90,6 +92,16 @@ def layer_launches(dtype: torch.dtype) -> dict[str, Launch]:
         found[f"reshape_and_cache.kv-{_name(cache_dtype)}"] = reshape_and_cache.launch(
             key, key, cache, cache, slots, 1.0, 1.0
         )
+    for form, block in (("rows", hidden_size), ("blocks", _FP8_BLOCK)):
+        for num_rows in (8, 64, 2048):
+            x = _empty(num_rows, hidden_size, dtype=dtype)
+            found[f"fp8_matmul.{form}-{num_rows}"] = fp8_matmul.launch(
+                _empty(num_rows, intermediate_size, dtype=dtype),
+                x,
+                _empty(intermediate_size, hidden_size, dtype=FP8),
+                _empty(intermediate_size, hidden_size // block, dtype=torch.float32),
+                block,
+            )
     return {f"{name}.{_name(dtype)}": launch for name, launch in found.items()}
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.launch import FP8, Launch, cdiv, check_rows, next_power_of_2
 from kernels.paged_attention_kernel import join_parts_kernel, paged_attention_kernel
+from kernels.tuned import Case, tuned_constants
 
 _LOG2_E = 1.4426950408889634
 _MIN_DOT_ROWS = 16
@@ -35,8 +36,8 @@ class Tiling:
 def tiling(head_dim: int, group_size: int, element_size: int, *, decode: bool) -> Tiling:
     """For queries of `element_size` bytes; decode: every sequence has one new token.
 
-    Not measured on a device yet: chosen from the report of `headrace kernels aot`, so that nothing spills
-    and shared memory suffices from compute capability 8.0 on.
+    Where `tuned` has none for a device. Not measured: chosen from the report of `headrace kernels aot`, so
+    that nothing spills and shared memory suffices from compute capability 8.0 on.
     """
     group = max(_MIN_DOT_ROWS, next_power_of_2(group_size))
     wide = head_dim > 128
@@ -46,6 +47,16 @@ def tiling(head_dim: int, group_size: int, element_size: int, *, decode: bool) -
         return Tiling(group, 32 if wide else 64, 4, 2)
     # With 4 warps heads of 128 spill on sm_80.
     return Tiling(max(group, 64), 32 if wide else 64, 8 if head_dim > 64 else 4, 2)
+
+
+def tuning_case(head_dim: int, group_size: int, element_size: int, *, decode: bool) -> Case:
+    """What tilings are measured by."""
+    return {
+        "head_dim": head_dim,
+        "group_size": group_size,
+        "element_size": element_size,
+        "decode": decode,
+    }
 
 
 def paged_attention(
@@ -99,15 +110,18 @@ def launches(
     k_scale: float,
     v_scale: float,
     num_processors: int,
+    cut: Tiling | None = None,
 ) -> list[Launch]:
-    """What `paged_attention` runs: the attention, and where keys are split what joins the parts."""
+    """What `paged_attention` runs: the attention, and where keys are split what joins the parts. `cut`: None
+    is the tiling that was measured on the query's device, or the default."""
     _check(query, key_cache, value_cache, block_tables)
     num_tokens, num_heads, head_dim = query.shape
     num_seqs = len(seq_lens)
     block_size, num_kv_heads = key_cache.shape[1:3]
     group_size = num_heads // num_kv_heads
     decode = num_tokens == num_seqs
-    cut = tiling(head_dim, group_size, query.element_size(), decode=decode)
+    if cut is None:
+        cut = _tiling_on(query.device, head_dim, group_size, query.element_size(), decode=decode)
     block_q = cut.block_m // group_size
     # Each sequence's last block of queries may be part full.
     num_query_blocks = num_seqs if decode else num_tokens // block_q + num_seqs
@@ -172,6 +186,15 @@ def launches(
         num_stages=1,
     )
     return [attention, join]
+
+
+def _tiling_on(
+    device: torch.device, head_dim: int, group_size: int, element_size: int, *, decode: bool
+) -> Tiling:
+    case = tuning_case(head_dim, group_size, element_size, decode=decode)
+    if constants := tuned_constants(device, "paged_attention", case):
+        return Tiling(**constants)
+    return tiling(head_dim, group_size, element_size, decode=decode)
 
 
 def _check(query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor) -> None:

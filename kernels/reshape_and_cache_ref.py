@@ -16,10 +16,11 @@ def reshape_and_cache_ref(
     """Stores token i at slot `slot_mapping[i]`: block slot // block_size, place slot % block_size.
 
     key, value: [num_tokens, num_kv_heads, head_dim]; key_cache, value_cache: [num_blocks, block_size,
-    num_kv_heads, head_dim], changed in place; slot_mapping: int64 [num_tokens], all different. An FP8 cache
+    num_kv_heads, head_dim], changed in place; slot_mapping: int [num_tokens], all different. An FP8 cache
     (e4m3) holds what was given divided by the scale, at most ±448; other caches have no scale.
     Raises IndexError for a slot outside the cache.
     """
+    slot_mapping = slot_mapping.long()
     for new, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
         slots = cache.view(-1, *cache.shape[2:])
         if cache.dtype is torch.float8_e4m3fn:

@@ -42,6 +42,7 @@ def test_the_shapes_hold_every_kernel_and_both_ways_of_decoding() -> None:
         "rotary_embedding",
         "gated_activation",
         "sample_rows",
+        "fp8_matmul",
     }
     splits = {
         launch.constants["NUM_SPLITS"] > 1
@@ -54,7 +55,9 @@ def test_the_shapes_hold_every_kernel_and_both_ways_of_decoding() -> None:
 def test_what_needs_fp8_is_known_by_its_tensors() -> None:
     found = all_launches()
     assert {name for name, launch in found.items() if needs_fp8(launch)} == {
-        name for name in found if ".kv-fp8" in name and not name.startswith("join_parts")
+        name
+        for name in found
+        if (".kv-fp8" in name and not name.startswith("join_parts")) or name.startswith("fp8_matmul")
     }
 
 

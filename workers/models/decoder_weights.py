@@ -19,6 +19,7 @@ from workers.models.tensor_names import (
 from workers.models.tensor_shapes import tensor_shapes
 from workers.weights.closing import Closing
 from workers.weights.errors import WeightsError
+from workers.weights.fp8 import Fp8Matrix, stacked
 from workers.weights.safetensors import scale_names
 from workers.weights.tensors import Tensors
 
@@ -27,6 +28,9 @@ _ROWS_AT_ONCE = 2048
 
 M = TypeVar("M")
 N = TypeVar("N")
+
+_Parts = dict[str, tuple[range, range | None]]
+"""Of a matrix: tensors by our names, of which rows are taken and, where not all, columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,12 @@ class DecoderWeights(Closing):
                     "would be ignored"
                 )
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the matrices of its layers are stored so."""
+        name = in_layer(0, "attn_q")
+        return self._fp8(name, range(1), None) is not None
+
     def embedding(self, rows_at_once: int = _ROWS_AT_ONCE, chosen: range | None = None) -> Iterator[Tensor]:
         """[vocab_size, hidden_size], or the chosen rows of it, in pieces of rows."""
         return self._rows(EMBEDDING, rows_at_once, chosen)
@@ -136,50 +146,76 @@ class DecoderWeights(Closing):
 
     def layer(self, index: int, sharding: Sharding | None = None) -> DecoderLayer[Tensor]:
         """Layer `index`, from 0, its matrices in fp32: the whole, or what a rank has of it."""
+        return self._layer(index, sharding, lambda parts: self._matrix(parts, torch.float32))
+
+    def stored_layer(
+        self, index: int, sharding: Sharding | None, dtype: torch.dtype, *, keep_fp8: bool
+    ) -> DecoderLayer[Tensor | Fp8Matrix]:
+        """As `layer`, its matrices in `dtype`; with `keep_fp8` in FP8, those that are stored so."""
+
+        def matrix(parts: _Parts) -> Tensor | Fp8Matrix:
+            kept = stacked([self._fp8(name, *part) for name, part in parts.items()]) if keep_fp8 else None
+            return self._matrix(parts, dtype) if kept is None else kept
+
+        return self._layer(index, sharding, matrix)
+
+    def _layer(self, index: int, sharding: Sharding | None, matrix: Callable[[_Parts], M]) -> DecoderLayer[M]:
         config = self.config
         shard = sharding or Sharding(config)
         query_rows, kv_rows, gate_rows = shard.query_rows, shard.kv_rows, shard.intermediate
+        hidden = range(config.hidden_size)
 
         def norm(part: str) -> Tensor:
             return self._norm(in_layer(index, part))
 
-        def rows(part: str, chosen: range) -> Tensor:
-            return torch.cat([*self._rows(in_layer(index, part), _ROWS_AT_ONCE, chosen)])
+        def rows(parts: dict[str, range]) -> M:
+            return matrix({in_layer(index, part): (chosen, None) for part, chosen in parts.items()})
 
-        def columns(part: str, chosen: range) -> Tensor:
-            kept = slice(chosen.start, chosen.stop)
-            pieces = self._rows(in_layer(index, part), _ROWS_AT_ONCE)
-            return torch.cat([piece[:, kept] for piece in pieces])
+        def columns(part: str, chosen: range) -> M:
+            return matrix({in_layer(index, part): (hidden, chosen)})
 
-        query, key = rows("attn_q", query_rows), rows("attn_k", kv_rows)
-        if self._interleaved:
-            query, key = halves_apart(query, config.head_dim), halves_apart(key, config.head_dim)
+        qkv_rows = {"attn_q": query_rows, "attn_k": kv_rows, "attn_v": kv_rows}
         qk_norm = bias = None
         if config.qk_norm:
             # The norm's weight would be multiplied with the scale for every token anew.
             query_norm, key_norm = norm("attn_q_norm") * config.attention_scale, norm("attn_k_norm")
             qk_norm = torch.stack([query_norm] * shard.num_heads + [key_norm] * shard.num_kv_heads)
         if config.qkv_bias:
-            parts = {"attn_q": query_rows, "attn_k": kv_rows, "attn_v": kv_rows}
             bias = torch.cat(
                 [
                     self._vector(in_layer(index, part, "bias"))[chosen.start : chosen.stop]
-                    for part, chosen in parts.items()
+                    for part, chosen in qkv_rows.items()
                 ]
             )
         return DecoderLayer(
             sliding_window=config.layer_windows[index],
             input_norm=norm("attn_norm"),
-            qkv=torch.cat([query, key, rows("attn_v", kv_rows)]),
+            qkv=rows(qkv_rows),
             qkv_bias=bias,
             qk_norm=qk_norm,
             output=columns("attn_output", query_rows),
             post_attention_norm=norm("post_attention_norm") if config.post_norms else None,
             pre_feedforward_norm=norm("ffn_norm"),
-            gate_up=torch.cat([rows("ffn_gate", gate_rows), rows("ffn_up", gate_rows)]),
+            gate_up=rows({"ffn_gate": gate_rows, "ffn_up": gate_rows}),
             down=columns("ffn_down", gate_rows),
             post_feedforward_norm=norm("post_ffw_norm") if config.post_norms else None,
         )
+
+    def _matrix(self, parts: _Parts, dtype: torch.dtype) -> Tensor:
+        """The parts' rows one after another."""
+        return torch.cat([self._part(name, *part, dtype) for name, part in parts.items()])
+
+    def _part(self, name: str, rows: range, columns: range | None, dtype: torch.dtype) -> Tensor:
+        kept = slice(None) if columns is None else slice(columns.start, columns.stop)
+        pieces = self._rows(name, _ROWS_AT_ONCE, rows, dtype)
+        part = torch.cat([piece[:, kept] for piece in pieces])
+        if self._interleaved and name.split(".")[-2] in ("attn_q", "attn_k"):
+            return halves_apart(part, self.config.head_dim)
+        return part
+
+    def _fp8(self, name: str, rows: range, columns: range | None) -> Fp8Matrix | None:
+        # Only GGUF files are interleaved, and they have no FP8.
+        return self._tensors.fp8(self._file_name(name), rows, columns)
 
     def _norm(self, name: str) -> Tensor:
         return self._vector(name) + self._add_to_norms
@@ -187,8 +223,14 @@ class DecoderWeights(Closing):
     def _vector(self, name: str) -> Tensor:
         return self._tensors.vector(self._file_name(name))
 
-    def _rows(self, name: str, rows_at_once: int, chosen: range | None = None) -> Iterator[Tensor]:
-        return self._tensors.rows(self._file_name(name), rows_at_once, chosen)
+    def _rows(
+        self,
+        name: str,
+        rows_at_once: int,
+        chosen: range | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Iterator[Tensor]:
+        return self._tensors.rows(self._file_name(name), rows_at_once, chosen, dtype)
 
     def close(self) -> None:
         self._tensors.close()

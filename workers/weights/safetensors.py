@@ -20,6 +20,7 @@ from torch import Tensor
 
 from workers.weights.closing import Closing
 from workers.weights.errors import WeightsError
+from workers.weights.fp8 import Fp8Matrix
 
 INDEX_SUFFIX = ".safetensors.index.json"
 # The reference implementation's limit.
@@ -195,17 +196,43 @@ class SafetensorsTensors(Closing):
             return torch.cat([*self.rows(name, max(1, info.shape[0]))])
         return file.read(info).float()
 
-    def rows(self, name: str, rows_at_once: int, chosen: range | None = None) -> Iterator[Tensor]:
-        file, info = self._find(name)
-        if len(info.shape) != 2:
-            raise WeightsError(f"{self.path}: tensor {name!r}: shape {info.shape} is not a matrix")
+    def rows(
+        self,
+        name: str,
+        rows_at_once: int,
+        chosen: range | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Iterator[Tensor]:
+        file, info = self._find_matrix(name)
         scales = self._fp8_scales(info) if info.dtype in _FP8 else None
         rows = range(info.shape[0]) if chosen is None else chosen
         for start in rows[::rows_at_once]:
-            values = file.read(info, start, min(start + rows_at_once, rows.stop)).float()
+            values = file.read(info, start, min(start + rows_at_once, rows.stop))
             if scales is not None:
-                values *= _of_rows(scales, start, start + len(values), info.shape[1])
-            yield values
+                values = values.float() * _of_rows(scales, start, start + len(values), info.shape[1])
+            yield values.to(dtype)
+
+    def fp8(self, name: str, rows: range, columns: range | None) -> Fp8Matrix | None:
+        file, info = self._find_matrix(name)
+        if info.dtype not in _FP8:
+            return None
+        scales = self._fp8_scales(info)
+        kept = range(info.shape[1]) if columns is None else columns
+        of_rows = scales.values[torch.arange(rows.start, rows.stop) // scales.rows]
+        block = len(kept)
+        if of_rows.shape[1] > 1:
+            block = scales.columns
+            if kept.start % block:
+                return None
+            of_rows = of_rows[:, kept.start // block : -(-kept.stop // block)]
+        values = file.read(info, rows.start, rows.stop)[:, kept.start : kept.stop]
+        return Fp8Matrix(values.contiguous(), of_rows.contiguous(), block)
+
+    def _find_matrix(self, name: str) -> tuple[SafetensorsFile, SafetensorsInfo]:
+        file, info = self._find(name)
+        if len(info.shape) != 2:
+            raise WeightsError(f"{self.path}: tensor {name!r}: shape {info.shape} is not a matrix")
+        return file, info
 
     def _find(self, name: str) -> tuple[SafetensorsFile, SafetensorsInfo]:
         found = self._tensors.get(name)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from workers.weights.closing import Closing
+from workers.weights.fp8 import Fp8Matrix
 from workers.weights.gguf import GGUFFile
 
 
@@ -27,11 +28,22 @@ class Tensors(Protocol):
     def vector(self, name: str) -> Tensor:
         """The whole tensor, in memory of its own. Raises WeightsError when it cannot be decoded."""
 
-    def rows(self, name: str, rows_at_once: int, chosen: range | None = None) -> Iterator[Tensor]:
+    def rows(
+        self,
+        name: str,
+        rows_at_once: int,
+        chosen: range | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Iterator[Tensor]:
         """A matrix, or its `chosen` rows, in pieces of rows, so that all of it in fp32 is never in memory.
 
-        `chosen` has step 1 and lies within the matrix. Raises as `vector`.
+        `chosen` has step 1 and lies within the matrix. What is stored in `dtype` is not converted on the way.
+        Raises as `vector`.
         """
+
+    def fp8(self, name: str, rows: range, columns: range | None) -> Fp8Matrix | None:
+        """These rows and columns of a matrix as they are stored, None where that is not FP8, or no whole
+        blocks of it. Ranges have step 1 and lie within the matrix. Raises as `vector`."""
 
     def close(self) -> None: ...
 
@@ -53,8 +65,18 @@ class GGUFTensors(Closing):
     def vector(self, name: str) -> Tensor:
         return torch.from_numpy(self._gguf.dequantize(name))
 
-    def rows(self, name: str, rows_at_once: int, chosen: range | None = None) -> Iterator[Tensor]:
-        return map(torch.from_numpy, self._gguf.dequantize_rows(name, rows_at_once, chosen))
+    def rows(
+        self,
+        name: str,
+        rows_at_once: int,
+        chosen: range | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Iterator[Tensor]:
+        for piece in self._gguf.dequantize_rows(name, rows_at_once, chosen):
+            yield torch.from_numpy(piece).to(dtype)
+
+    def fp8(self, name: str, rows: range, columns: range | None) -> Fp8Matrix | None:
+        return None
 
     def close(self) -> None:
         self._gguf.close()
