@@ -7,6 +7,8 @@ from schemas.catalog import SIMULATED_MODEL, Catalog, CatalogError
 from schemas.config import CommonConfig, from_env, setting
 from workers.block_hash import PrefixSharing
 from workers.block_pool import num_blocks_for
+from workers.device import DEVICES as DEVICE_SETTINGS
+from workers.device import KV_DTYPES, device_problem
 from workers.pool_sizes import MIB
 from workers.roofline import DEVICES, MODELS, DType, Roofline
 from workers.scheduler_config import (
@@ -26,6 +28,10 @@ PREFIX_CACHING = (*PrefixSharing, NO_PREFIX_CACHING)
 class WorkerConfig(CommonConfig):
     model: str = setting("", doc="Catalogue id of the model to serve; empty: the only one there is.")
     runner: str = setting("torch", doc="torch, or simulated: tokens without a model.")
+    device: str = setting(
+        "auto", doc="What a model is computed on: cuda, cpu, or auto: CUDA if there is a GPU, else the CPU."
+    )
+    kv_dtype: str = setting("auto", doc="What keys and values are stored in: auto, or fp8 (on GPUs).")
     deterministic: bool = setting(False, doc="Equal output whatever the batch; slower.")
     step_ms: float = setting(
         0.0, doc="Time of a simulated step in ms, whatever the batch; 0 is as fast as it goes."
@@ -53,13 +59,13 @@ class WorkerConfig(CommonConfig):
     kv_memory_mib: int | None = setting(
         None,
         doc="Memory of the KV pool in MiB, a hard ceiling; empty: a quarter of what the start finds free, at "
-        "most 512, or what simulated GPUs have left.",
+        "most 512, or what GPUs have left.",
     )
     max_model_len: int | None = setting(None, doc="Tokens of one sequence; empty: the model's context.")
     max_num_seqs: int | None = setting(
         None,
-        doc=f"Sequences in the running batch; empty: {DEFAULT_MAX_NUM_SEQS}, or on simulated GPUs as many as "
-        f"their KV holds, at most {MOST_UNASKED_SEQS}.",
+        doc=f"Sequences in the running batch; empty: {DEFAULT_MAX_NUM_SEQS}, on GPUs {MOST_UNASKED_SEQS} or "
+        "half of max_num_batched_tokens, on simulated ones no more than their KV holds.",
     )
     max_num_batched_tokens: int = setting(
         512, doc="Tokens of one step. A running stream waits for as long as these take to compute."
@@ -102,6 +108,7 @@ class WorkerConfig(CommonConfig):
             found.append(f"HEADRACE_LINEAR must be one of {', '.join(LINEAR_MODES)}, got {self.linear!r}")
         if self.runner not in RUNNERS:
             found.append(f"HEADRACE_RUNNER must be {' or '.join(RUNNERS)}, got {self.runner!r}")
+        found += self._device_errors()
         for name in ("kv_memory_mib", "outbox_records", "start_s", "drain_s", "send_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -134,13 +141,13 @@ class WorkerConfig(CommonConfig):
             found.append(str(error))
         return found
 
-    def scheduler_config(self, model_context: int) -> SchedulerConfig:
+    def scheduler_config(self, model_context: int, *, on_gpu: bool = False) -> SchedulerConfig:
         """The engine's limits for a model with a context of `model_context` tokens."""
         return SchedulerConfig(
             max_model_len=model_context
             if self.max_model_len is None
             else min(self.max_model_len, model_context),
-            max_num_seqs=self._max_num_seqs() if self.max_num_seqs is None else self.max_num_seqs,
+            max_num_seqs=self._max_num_seqs(on_gpu) if self.max_num_seqs is None else self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_prefill_chunk=self.max_prefill_chunk,
             max_num_waiting=self.max_num_waiting,
@@ -149,10 +156,13 @@ class WorkerConfig(CommonConfig):
             hold_batch_in_prefill=self.hold_batch_in_prefill,
         )
 
-    def _max_num_seqs(self) -> int:
+    def _max_num_seqs(self, on_gpu: bool) -> int:
         gpus = self.roofline()
         if gpus is None:
-            return DEFAULT_MAX_NUM_SEQS
+            # What a GPU's KV holds is known later, and a ceiling of its own.
+            return (
+                min(MOST_UNASKED_SEQS, self.max_num_batched_tokens // 2) if on_gpu else DEFAULT_MAX_NUM_SEQS
+            )
         num_blocks = gpus.num_blocks
         if self.kv_memory_mib is not None:
             num_blocks = num_blocks_for(self.kv_memory_mib * MIB, gpus.bytes_per_block)
@@ -173,8 +183,26 @@ class WorkerConfig(CommonConfig):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that it runs on, simulated ones too; 1 without any: the machine."""
+        """GPUs that are simulated; 1 without any: the machine."""
         return self.simulated_tensor_parallel if self.simulated_gpu else 1
+
+    def _device_errors(self) -> list[str]:
+        """Whether there is a GPU is found when the model is loaded."""
+        found = []
+        for name, known in (("device", DEVICE_SETTINGS), ("kv_dtype", KV_DTYPES)):
+            if (value := getattr(self, name)) not in known:
+                found.append(f"HEADRACE_{name.upper()} must be {' or '.join(known)}, got {value!r}")
+        if self.device == "cuda" and self.runner == "simulated":
+            found.append("HEADRACE_DEVICE is cuda: the simulated runner computes on no device")
+        if found or self.device == "auto":
+            return found
+        problem = device_problem(
+            "cuda" if self.device == "cuda" else None,
+            deterministic=self.deterministic,
+            linear=self.linear,
+            fp8_kv=self.kv_dtype == "fp8",
+        )
+        return [problem] if problem else []
 
     def _rank_errors(self) -> list[str]:
         """What the model itself cannot be split over is found when it is loaded."""

@@ -31,7 +31,8 @@ def main() -> None:
         shard = ModelShard(options.model, weights, options.rank)
     store.set(loaded_key(options.rank), "")
     store.wait([loaded_key(0)], timedelta(seconds=LOAD_S))
-    connect(store, options.model.num_ranks, options.rank, options.step_timeout_s)
+    device = options.model.torch_device(options.rank)
+    connect(store, options.model.num_ranks, options.rank, options.step_timeout_s, device)
     shard.join(DistributedRanks(exact=options.model.deterministic))
     while True:
         shard.execute(commands.get())

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from workers.model_shard import ModelOptions, RankCommand
@@ -25,7 +26,8 @@ _POLL_S = 0.02
 _CLOSE_S = 5.0
 # All ranks are on this machine.
 _HOST, _INTERFACE = "127.0.0.1", "lo"
-_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_CPU = torch.device("cpu")
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,13 @@ class Followers:
                 raise TimeoutError(f"the other ranks have not loaded the model within {LOAD_S:.0f} s")
             time.sleep(_POLL_S)
         self._store.set(loaded_key(0), "")
-        connect(self._store, self._options.num_ranks, 0, self._step_timeout_s)
+        connect(
+            self._store,
+            self._options.num_ranks,
+            0,
+            self._step_timeout_s,
+            self._options.torch_device(0),
+        )
         self._connected = True
         return DistributedRanks(exact=self._options.deterministic)
 
@@ -122,11 +130,27 @@ class Followers:
             self._on_died(_died(rank, status))
 
 
-def connect(store: dist.Store, num_ranks: int, rank: int, step_timeout_s: float) -> None:
-    """Makes torch's default process group, once all ranks have loaded: gloo on CPUs."""
-    os.environ.setdefault(_INTERFACE_VARIABLE, _INTERFACE)
-    timeout = timedelta(seconds=step_timeout_s)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+def connect(
+    store: dist.Store, num_ranks: int, rank: int, step_timeout_s: float, device: torch.device = _CPU
+) -> None:
+    """Makes torch's default process group, once all ranks have loaded: NCCL's where `device`, the rank's, is
+    a GPU, gloo's else."""
+    for variable in _INTERFACE_VARIABLES:
+        os.environ.setdefault(variable, _INTERFACE)
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        backend_of(device),
+        store=store,
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=step_timeout_s),
+        device_id=device if on_gpu else None,
+    )
+
+
+def backend_of(device: torch.device) -> str:
+    """What its ranks talk by."""
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def store_of(port: int) -> dist.Store:

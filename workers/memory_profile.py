@@ -13,7 +13,7 @@ from workers.request import Request
 from workers.scheduler_config import SchedulerConfig
 
 # Sequences of the profile share the blocks of a small pool: what they attend to is of no matter.
-_NUM_SCRATCH_BLOCKS = 64
+NUM_SCRATCH_BLOCKS = 64
 # Longer contexts take time and no memory: keys and values are read where they lie.
 _DECODE_CONTEXT = 64
 
@@ -42,7 +42,7 @@ def profile_memory(
     available = available_bytes()
 
     def work() -> None:
-        runner.initialize_kv_cache(_NUM_SCRATCH_BLOCKS)
+        runner.initialize_kv_cache(NUM_SCRATCH_BLOCKS)
         for batch in worst_batches(config, vocab_size)[tiled:]:
             runner.execute(batch)
 
@@ -80,8 +80,8 @@ def _step(sequences: list[tuple[int, int]], vocab_size: int) -> SchedulerOutput:
 def _request(index: int, num_tokens: int, num_new: int, vocab_size: int) -> Request:
     tokens = [(index * 7919 + position * 104_729) % vocab_size for position in range(num_tokens)]
     num_output = num_tokens // 2
-    first_block = index * 17 % _NUM_SCRATCH_BLOCKS
-    blocks = islice(cycle(range(_NUM_SCRATCH_BLOCKS)), first_block, None)
+    first_block = index * 17 % NUM_SCRATCH_BLOCKS
+    blocks = islice(cycle(range(NUM_SCRATCH_BLOCKS)), first_block, None)
     return Request(
         request_id=index.to_bytes(16, "big"),
         attempt=0,

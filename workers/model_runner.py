@@ -6,21 +6,29 @@ from the request in every step, so preemption, resume and cancellation need no w
 
 import os
 from collections.abc import Callable, Sequence, Set
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kernels.dispatch import triton_operations
 from workers.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
+from workers.decode_graphs import decode_buckets
+from workers.device import device_problem
+from workers.device_memory import check_fits_device
+from workers.device_sampler import DeviceSampler
 from workers.followers import Followers
 from workers.memory import available_bytes
 from workers.memory_check import check_fits
 from workers.model_shard import (
     FreeKVCache,
     InitializeKVCache,
+    MeasureMemory,
     ModelOptions,
     ModelShard,
     RankCommand,
+    RecordGraphs,
     RunStep,
     plan_shard,
 )
@@ -36,7 +44,7 @@ _STEP_TIMEOUT_S = 60.0
 
 
 class TorchModelRunner:
-    """A `workers.batch.ModelRunner` over torch on CPUs.
+    """A `workers.batch.ModelRunner` over torch, on CPUs or on NVIDIA GPUs.
 
     Fast mode batches all it can; Gemma is multiplied int8 by int8 where the machine has it, and other models
     in bf16. With `deterministic`
@@ -46,6 +54,9 @@ class TorchModelRunner:
 
     With `num_ranks` above 1 the model is spread over as many processes, of which this one is rank 0: it
     samples, and the others follow the batches that it is given. All have Gemma's matrices in bf16 then.
+
+    On GPUs each rank has one, matrices are bf16 or, where the file has them so, FP8, and the KV cache is bf16
+    or FP8.
     """
 
     def __init__(
@@ -62,6 +73,8 @@ class TorchModelRunner:
         num_ranks: int = 1,
         step_timeout_s: float = _STEP_TIMEOUT_S,
         on_rank_died: Callable[[RankDiedError], None] = lambda error: None,
+        device: str | None = None,
+        fp8_kv: bool = False,
     ) -> None:
         """Loads the weights, which takes seconds. `num_threads` is torch's, for the whole process; of several
         ranks each has as many, and where it is not given an equal share of the cores.
@@ -70,7 +83,8 @@ class TorchModelRunner:
         kept from requests that have not reached their min_tokens. The limits of a step are for the check that
         the model fits the memory at hand, which comes before anything is loaded. A rank waits for others at
         most `step_timeout_s` in a step. `on_rank_died` is called once, from another thread, when one has
-        ended; whatever is computed then raises RuntimeError.
+        ended; whatever is computed then raises RuntimeError. `device` is as in `ModelOptions`; `fp8_kv` is
+        for GPUs.
 
         Raises OSError or WeightsError (a ValueError) for a file that cannot be served, ValueError naming the
         setting for a number of ranks that does not go with model or machine, or for a model that does not
@@ -79,17 +93,24 @@ class TorchModelRunner:
         """
         if num_ranks > 1 and num_threads is None:
             num_threads = max(1, num_cores() // num_ranks)
-        options = ModelOptions(weights_path, max_model_len, deterministic, num_threads, linear, num_ranks)
+        if problem := device_problem(device, deterministic=deterministic, linear=linear, fp8_kv=fp8_kv):
+            raise ValueError(problem)
+        options = ModelOptions(
+            weights_path, max_model_len, deterministic, num_threads, linear, num_ranks, device, fp8_kv
+        )
         self.deterministic = deterministic
         self.dtype = options.dtype
+        self._options = options
         self._num_ranks = num_ranks
         self._followers: Followers | None = None
         with open_weights(weights_path) as weights:
             _check_ranks(options, weights)
-            check_fits(
-                weights,
-                available_bytes(),
-                deterministic=deterministic,
+            check = (
+                partial(check_fits_device, weights, options.torch_device(0), fp8_kv=fp8_kv)
+                if device == "cuda"
+                else partial(check_fits, weights, available_bytes(), deterministic=deterministic)
+            )
+            check(
                 max_model_len=max_model_len,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=max_num_seqs,
@@ -105,7 +126,9 @@ class TorchModelRunner:
                 self.close()
                 raise
         self._model = self._shard.model
-        self._sampler = Sampler(eos_token_ids)
+        self._sampler: Sampler | DeviceSampler = (
+            Sampler(eos_token_ids) if device is None else DeviceSampler(triton_operations(), eos_token_ids)
+        )
 
     def close(self) -> None:
         """Ends the other ranks. They also end with this process."""
@@ -147,6 +170,26 @@ class TorchModelRunner:
     def free_kv_cache(self) -> None:
         """Gives the pools' memory back; `initialize_kv_cache` may then be called again, for another size."""
         self._execute(FreeKVCache())
+
+    @property
+    def device(self) -> torch.device:
+        """Rank 0's."""
+        return self._options.torch_device(0)
+
+    @property
+    def rank_bytes_per_block(self) -> int:
+        """KV bytes that one block takes over all layers on one rank."""
+        return self._shard.bytes_per_block
+
+    def free_device_bytes(self) -> int:
+        """What the fullest of the ranks' GPUs has free."""
+        self._execute(MeasureMemory())
+        return self._shard.free_device_bytes
+
+    def record_graphs(self, max_num_seqs: int) -> None:
+        """CUDA graphs of decodes of up to so many sequences; takes seconds. Steps of more, and those with
+        prompts, are computed without. After `initialize_kv_cache`."""
+        self._execute(RecordGraphs(decode_buckets(max_num_seqs)))
 
     @torch.inference_mode()
     def execute(self, batch: SchedulerOutput) -> RunnerOutput:
@@ -200,5 +243,10 @@ def num_cores() -> int:
 def _check_ranks(options: ModelOptions, weights: DecoderWeights) -> None:
     """Before any process is started. Raises ValueError naming the setting."""
     plan_shard(options, weights, 0)
-    if options.num_ranks > (cores := num_cores()):
+    if options.device == "cuda":
+        if options.num_ranks > (gpus := torch.cuda.device_count()):
+            raise ValueError(
+                f"{SETTING} is {options.num_ranks}: at most one rank a GPU, and there are {gpus}"
+            )
+    elif options.num_ranks > (cores := num_cores()):
         raise ValueError(f"{SETTING} is {options.num_ranks}: at most one rank a core, and there are {cores}")

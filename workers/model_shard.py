@@ -10,18 +10,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.dispatch import check_cache_dtype, has_fp8, triton_operations
 from workers.batched_forward import BatchedForward
 from workers.block_pool import BLOCK_SIZE
+from workers.device_forward import DeviceForward
+from workers.device_memory import free_device_bytes
 from workers.exact_forward import ExactForward
 from workers.kv_memory import KVMemory
 from workers.model_step import ModelStep
 from workers.models.decoder import Decoder
 from workers.models.decoder_config import Architecture
 from workers.models.decoder_weights import DecoderWeights
+from workers.models.device_decoder import DeviceDecoder
 from workers.models.gemma_fast import FastGemmaModel, gemma_shapes
 from workers.models.linear_choice import choose_linears
 from workers.models.ranks import Ranks
 from workers.models.sharding import Sharding, shard
+
+_Forward = ExactForward | BatchedForward | FastGemmaModel | DeviceForward
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +40,22 @@ class ModelOptions:
     num_threads: int | None
     linear: str
     num_ranks: int
+    device: str | None = None
+    """Where Triton's kernels compute: cuda (rank r has the GPU r), or cpu for Triton's interpreter, which is
+    for tests. None: the CPU, by what is made for it."""
+    fp8_kv: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if self.deterministic else torch.bfloat16
+        # The interpreter's bf16 is wrong.
+        return torch.float32 if self.deterministic or self.device == "cpu" else torch.bfloat16
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.fp8_kv else self.dtype
+
+    def torch_device(self, rank: int) -> torch.device:
+        return torch.device("cuda", rank) if self.device == "cuda" else torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +78,19 @@ class RunStep:
     swap_in: Sequence[tuple[int, int]] = field(default_factory=list)
 
 
-RankCommand = InitializeKVCache | FreeKVCache | RunStep
+@dataclass(frozen=True, slots=True)
+class RecordGraphs:
+    """CUDA graphs of decodes; `buckets` are numbers of sequences. After the KV cache's allocation."""
+
+    buckets: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureMemory:
+    """What the fullest of the ranks' GPUs has free."""
+
+
+RankCommand = InitializeKVCache | FreeKVCache | RunStep | RecordGraphs | MeasureMemory
 
 
 class ModelShard:
@@ -74,7 +104,13 @@ class ModelShard:
         """
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
-        self._dtype = options.dtype
+        self._kv_dtype = options.kv_dtype
+        self._device = options.torch_device(rank)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            check_cache_dtype(self._kv_dtype, self._device)
+        self.free_device_bytes = 0
+        """As of the last `MeasureMemory`."""
         self._sharding = plan_shard(options, weights, rank)
         with torch.inference_mode():
             self._forward, self.model = _load(options, weights, self._sharding)
@@ -85,7 +121,7 @@ class ModelShard:
         """KV bytes that one block takes over all layers on this rank."""
         config = self.model.config
         elements = 2 * config.num_layers * BLOCK_SIZE * self._sharding.num_kv_heads * config.head_dim
-        return elements * self._dtype.itemsize
+        return elements * self._kv_dtype.itemsize
 
     @property
     def memory(self) -> KVMemory:
@@ -100,7 +136,7 @@ class ModelShard:
 
     def join(self, ranks: Ranks) -> None:
         """Computes with these ranks from now on."""
-        assert isinstance(self.model, Decoder)
+        assert isinstance(self.model, Decoder | DeviceDecoder)
         self.model.ranks = ranks
 
     def execute(self, command: RankCommand) -> Tensor | None:
@@ -109,7 +145,16 @@ class ModelShard:
             case InitializeKVCache(num_blocks, num_host_blocks):
                 self._allocate(num_blocks, num_host_blocks)
             case FreeKVCache():
+                if isinstance(self._forward, DeviceForward):
+                    self._forward.drop_graphs()
                 self._memory = None
+            case RecordGraphs(buckets):
+                assert isinstance(self._forward, DeviceForward)
+                with torch.inference_mode():
+                    self._forward.record_graphs(self.memory.device, buckets)
+            case MeasureMemory():
+                assert isinstance(self.model, DeviceDecoder)
+                self.free_device_bytes = self.model.ranks.least(free_device_bytes(self._device))
             case RunStep(step, swap_out, swap_in):
                 if swap_out or swap_in:
                     self.memory.swap(swap_out, swap_in)
@@ -127,7 +172,8 @@ class ModelShard:
             num_host_blocks,
             num_layers=config.num_layers,
             block_shape=(BLOCK_SIZE, self._sharding.num_kv_heads, config.head_dim),
-            dtype=self._dtype,
+            dtype=self._kv_dtype,
+            device=self._device,
         )
 
 
@@ -138,8 +184,20 @@ def plan_shard(options: ModelOptions, weights: DecoderWeights, rank: int) -> Sha
 
 def _load(
     options: ModelOptions, weights: DecoderWeights, sharding: Sharding
-) -> tuple[ExactForward | BatchedForward | FastGemmaModel, Decoder | FastGemmaModel]:
+) -> tuple[_Forward, Decoder | FastGemmaModel | DeviceDecoder]:
     """What computes logits, and the model that it does it with."""
+    if options.device is not None:
+        device = options.torch_device(sharding.rank)
+        on_device = DeviceDecoder(
+            weights,
+            device,
+            options.dtype,
+            triton_operations(),
+            sharding,
+            options.max_model_len,
+            keep_fp8=has_fp8(device),
+        )
+        return DeviceForward(on_device), on_device
     gemma = weights.config.architecture is Architecture.GEMMA3
     if gemma and not options.deterministic and options.num_ranks == 1:
         choice = choose_linears(options.linear, gemma_shapes(weights), weights.path.parent)

@@ -1,8 +1,11 @@
 """Makes the engine that the configuration asks for. The only place that knows all kinds of runners."""
 
 import logging
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from schemas.catalog import CANARY_MAX_TOKENS, Catalog, CatalogError, ModelSpec
 from schemas.tokenization import Tokenizer
@@ -11,14 +14,21 @@ from workers.block_hash import BlockHasher, PrefixSharing
 from workers.block_pool import num_blocks_for
 from workers.canary import CANARY_REQUEST_ID, NUM_LEARNED_TOKENS, Canary
 from workers.config import NO_PREFIX_CACHING, WorkerConfig
+from workers.device import SETTING as DEVICE_SETTING
+from workers.device import choose_device
+from workers.device_pools import plan_device_pools
 from workers.engine import Engine
 from workers.kv_cache_manager import make_kv_cache_manager
+from workers.memory import available_bytes
 from workers.memory_profile import ProfiledRunner, profile_memory
 from workers.pool_sizes import MIB, PoolSizes, plan_pools
 from workers.rank_died import RankDiedError
 from workers.scheduler_config import SchedulerConfig
 from workers.simulated_runner import SimulatedRunner
 from workers.text_rules import TextRules
+
+if TYPE_CHECKING:
+    from workers.model_runner import TorchModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +67,11 @@ def load_engine(
     """
     catalog = Catalog.load(config.models_dir)
     spec = catalog.get(config.model_id(catalog))
-    scheduler_config = config.scheduler_config(spec.max_model_len)
     tokenizer = Tokenizer.load(catalog, spec.id)
     runner: ModelRunner
+    on_gpu = False
     if config.runner == "simulated":
+        scheduler_config = config.scheduler_config(spec.max_model_len)
         vocab_size = len(tokenizer.token_bytes)
         runner = _simulated_runner(config, spec, vocab_size)
         pools = _simulated_pools(config, runner)
@@ -68,8 +79,17 @@ def load_engine(
         if not spec.weights:
             raise CatalogError(f"model {spec.id!r} has no weights: it needs HEADRACE_RUNNER=simulated")
         # Takes seconds and hundreds of MiB, which a simulated worker does not need.
+        from torch.cuda import is_available
+
+        from kernels.toolchain import launcher_problem
         from workers.model_runner import TorchModelRunner
 
+        device = choose_device(config.device, is_available(), deterministic=config.deterministic)
+        on_gpu = device is not None
+        if on_gpu and (problem := launcher_problem(os.environ)):
+            raise ValueError(f"{problem}; or set {DEVICE_SETTING} to cpu")
+        log.info("serving on %s", "CUDA" if on_gpu else "the CPU")
+        scheduler_config = config.scheduler_config(spec.max_model_len, on_gpu=on_gpu)
         runner = TorchModelRunner(
             catalog.weights_path(spec),
             max_model_len=scheduler_config.max_model_len,
@@ -82,13 +102,22 @@ def load_engine(
             step_timeout_s=config.stall_exit_s,
             on_rank_died=on_rank_died,
             eos_token_ids=frozenset(spec.eos_token_ids),
+            device=device,
+            fp8_kv=config.kv_dtype == "fp8",
         )
         vocab_size = runner.vocab_size
-        pools = _pools_in_memory(config, scheduler_config, runner, vocab_size)
+        if on_gpu:
+            pools = _pools_on_gpus(config, scheduler_config, runner)
+        else:
+            pools = _pools_in_memory(config, scheduler_config, runner, vocab_size)
     kv_cache_manager = make_kv_cache_manager(
-        pools.num_blocks, num_host_blocks=pools.num_host_blocks, hasher=_block_hasher(config, spec, runner)
+        pools.num_blocks,
+        num_host_blocks=pools.num_host_blocks,
+        hasher=_block_hasher(config, spec, runner, on_gpu),
     )
     engine = Engine(scheduler_config, runner, kv_cache_manager, frozenset(spec.eos_token_ids))
+    if on_gpu:
+        _record_graphs(runner, scheduler_config)
     engine.warm_up(token_id=spec.bos_token_id)
     return LoadedEngine(
         engine,
@@ -97,7 +126,7 @@ def load_engine(
         vocab_size,
         TextRules(tokenizer, vocab_size, spec.eos_token_ids),
         _canary(tokenizer, spec, runner) if config.canary_s else None,
-        config.num_gpus,
+        config.tensor_parallel if on_gpu else config.num_gpus,
     )
 
 
@@ -129,6 +158,45 @@ def _pools_in_memory(
     return pools
 
 
+def _pools_on_gpus(
+    config: WorkerConfig, scheduler_config: SchedulerConfig, runner: "TorchModelRunner"
+) -> PoolSizes:
+    import torch
+
+    from kernels.tuned import tuning_note
+    from workers.device_profile import profile_device_memory
+
+    log.info(tuning_note(torch.cuda.get_device_name(runner.device)))
+    profile = profile_device_memory(runner, scheduler_config)
+    pools = plan_device_pools(
+        profile,
+        host_bytes=available_bytes(),
+        kv_memory_mib=config.kv_memory_mib,
+        swap_memory_mib=config.swap_memory_mib,
+        rank_bytes_per_block=runner.rank_bytes_per_block,
+        num_ranks=config.tensor_parallel,
+    )
+    log.info(
+        "memory of a GPU",
+        extra={
+            "free_mib": profile.free_bytes // MIB,
+            "step_peak_mib": profile.peak_bytes // MIB,
+            "kv_mib": pools.num_blocks * runner.rank_bytes_per_block // MIB,
+        },
+    )
+    return pools
+
+
+def _record_graphs(runner: ModelRunner, scheduler_config: SchedulerConfig) -> None:
+    from workers.model_runner import TorchModelRunner
+
+    assert isinstance(runner, TorchModelRunner)
+    began = time.monotonic()
+    # The canary has a seat beside them.
+    runner.record_graphs(scheduler_config.max_num_seqs + 1)
+    log.info("decode graphs recorded", extra={"seconds": round(time.monotonic() - began, 1)})
+
+
 def _simulated_pools(config: WorkerConfig, runner: SimulatedRunner) -> PoolSizes:
     bytes_per_block = runner.bytes_per_block
     num_blocks = (
@@ -139,10 +207,12 @@ def _simulated_pools(config: WorkerConfig, runner: SimulatedRunner) -> PoolSizes
     return PoolSizes(num_blocks, config.swap_memory_mib * MIB // bytes_per_block)
 
 
-def _block_hasher(config: WorkerConfig, spec: ModelSpec, runner: ModelRunner) -> BlockHasher | None:
+def _block_hasher(
+    config: WorkerConfig, spec: ModelSpec, runner: ModelRunner, on_gpu: bool
+) -> BlockHasher | None:
     if config.prefix_caching == NO_PREFIX_CACHING:
         return None
-    kernels = "deterministic" if config.deterministic else "fast"
+    kernels = f"cuda {config.kv_dtype}" if on_gpu else "deterministic" if config.deterministic else "fast"
     layout = f"{config.runner} {kernels} {runner.bytes_per_block}"
     return BlockHasher(spec.id, layout, PrefixSharing(config.prefix_caching))
 

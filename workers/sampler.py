@@ -77,10 +77,13 @@ class Sampler:
         )
         broken = (tokens == BROKEN).nonzero()[0].tolist()
         if broken:
-            raise RuntimeError(
-                f"logits are not finite in rows {broken} of {len(logits)}: the model's output is broken"
-            )
+            raise broken_rows_error(broken, len(logits))
         return Sampled(tokens.tolist(), [] if raw is None else _told_logprobs(batch, tokens, raw))
+
+
+def broken_rows_error(broken: list[int], num_rows: int) -> RuntimeError:
+    """Of rows that no token can be drawn from."""
+    return RuntimeError(f"logits are not finite in rows {broken} of {num_rows}: the model's output is broken")
 
 
 def _edit(logits: Tensor, batch: SamplingBatch) -> None:

@@ -138,6 +138,18 @@ class SamplingBatch:
         return sorted(ends)
 
 
+def is_plain(request: Request) -> bool:
+    """Whether its token is drawn from the logits as they are, and nothing is told of them."""
+    params = request.sampling
+    return not (
+        params.logprobs is not None
+        or params.logit_bias
+        or params.min_tokens
+        or request.constraint is not None
+        or _is_penalized(request)
+    )
+
+
 def _is_penalized(request: Request) -> bool:
     params = request.sampling
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)

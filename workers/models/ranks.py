@@ -20,11 +20,17 @@ class Ranks(Protocol):
     def sum(self, partials: Sequence[Tensor]) -> Tensor:
         """The sum over all pieces of all ranks; `partials` are this rank's, in order, of one shape. fp32."""
 
+    def reduce(self, partial: Tensor) -> Tensor:
+        """The sum of all ranks' partials, in their dtype and in the library's order; may be in place."""
+
     def merge(self, rows: Tensor) -> Tensor:
         """The sum of fp32 `rows` of which just one rank has each, and the others zeros."""
 
     def concat(self, columns: Tensor) -> Tensor:
         """[num_rows, size * num_columns]: the columns of all ranks, in order."""
+
+    def least(self, number: int) -> int:
+        """The smallest number of all ranks."""
 
 
 class SingleRank:
@@ -35,11 +41,17 @@ class SingleRank:
     def sum(self, partials: Sequence[Tensor]) -> Tensor:
         return sum_in_order(partials)
 
+    def reduce(self, partial: Tensor) -> Tensor:
+        return partial
+
     def merge(self, rows: Tensor) -> Tensor:
         return rows
 
     def concat(self, columns: Tensor) -> Tensor:
         return columns
+
+    def least(self, number: int) -> int:
+        return number
 
 
 class DistributedRanks:
@@ -57,12 +69,20 @@ class DistributedRanks:
             return sum_in_order(self._gather(torch.stack([*partials])).flatten(0, 1).unbind())
         return self.merge(sum_in_order(partials))
 
+    def reduce(self, partial: Tensor) -> Tensor:
+        dist.all_reduce(partial)
+        return partial
+
     def merge(self, rows: Tensor) -> Tensor:
-        dist.all_reduce(rows)
-        return rows
+        return self.reduce(rows)
 
     def concat(self, columns: Tensor) -> Tensor:
         return self._gather(columns).transpose(0, 1).flatten(1)
+
+    def least(self, number: int) -> int:
+        numbers = torch.tensor([number], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(numbers, dist.ReduceOp.MIN)
+        return int(numbers)
 
     def _gather(self, part: Tensor) -> Tensor:
         """[size, ...]"""
