@@ -20,7 +20,7 @@ from infra import live_figures, main_job
 from infra.endpoints import Endpoints
 from infra.local.broker import BrokerError
 from infra.local.child import ChildError
-from infra.local.gpu import gpu_names, serving_on
+from infra.local.gpu import GpuError, gpu_names, gpu_problem, serving_on, visible_gpus
 from infra.local.java import JavaError
 from infra.local.kafka_jars import KafkaJarsError
 from infra.local.model import MODEL_ID, ModelError, ensure_model
@@ -33,6 +33,7 @@ from infra.tenants import TenantError, add_key, create_tenant, read_tenants
 from infra.topics.create import TopicError
 from schemas.catalog import SIMULATED_MODEL, Catalog, CatalogError
 from schemas.priority import PriorityClass
+from workers.device import DEVICES
 
 DEMO_TENANT = "demo"
 _KEY_FILE = "demo.key"
@@ -42,6 +43,7 @@ _EXPECTED = (
     BrokerError,
     CatalogError,
     ChildError,
+    GpuError,
     JavaError,
     JobError,
     KafkaJarsError,
@@ -66,6 +68,7 @@ class Options:
     step_ms: float
     workers: int
     tensor_parallel: int
+    device: str
     port: int
     sql_port: int
     kafka_port: int
@@ -97,6 +100,9 @@ def main(
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="Ranks that each worker spreads the model over, each a process.")
     ] = 1,
+    device: Annotated[
+        str, typer.Option(help="cuda, cpu, or auto: CUDA where a GPU is, else the CPU.")
+    ] = "auto",
     port: Annotated[int, typer.Option(help="Of the HTTP API; 0 takes a free one.")] = 8000,
     sql_port: Annotated[int, typer.Option(help="Of the billing database; 0 takes a free one.")] = 8123,
     kafka_port: Annotated[int, typer.Option(help="Of the broker; 0 takes a free one.")] = 9092,
@@ -110,6 +116,8 @@ def main(
     """Start Kafka, admission, ledger, a worker and a gateway; show a stream, batch records and the bill."""
     if runner not in ("torch", "simulated"):
         raise typer.BadParameter("use torch or simulated", param_hint="--runner")
+    if device not in DEVICES:
+        raise typer.BadParameter(f"use {', '.join(DEVICES)}", param_hint="--device")
     simulated = runner == "simulated"
     options = Options(
         once,
@@ -120,6 +128,7 @@ def main(
         step_ms,
         workers,
         tensor_parallel,
+        device,
         port,
         sql_port,
         kafka_port,
@@ -158,8 +167,17 @@ async def _up(options: Options, console: Console) -> None:
     if options.model == MODEL_ID:
         await _unless(interrupted, asyncio.to_thread(ensure_model, options.models_dir, report))
     Catalog.load(options.models_dir).get(options.model)
+    names = [] if options.simulated else gpu_names()
+    gpus = visible_gpus(len(names), os.environ)
     if not options.simulated:
-        report(serving_on(gpu_names()))
+        if problem := gpu_problem(
+            gpus,
+            "cpu" if options.deterministic and options.device == "auto" else options.device,
+            workers=options.workers,
+            tensor_parallel=options.tensor_parallel,
+        ):
+            raise GpuError(problem)
+        report(serving_on(names if gpus else [], options.device, deterministic=options.deterministic))
     stack = Stack(
         StackConfig(
             data_dir=options.data_dir,
@@ -170,6 +188,8 @@ async def _up(options: Options, console: Console) -> None:
             step_ms=options.step_ms if options.simulated else None,
             workers=options.workers,
             tensor_parallel=options.tensor_parallel,
+            device=options.device,
+            gpus=tuple(gpus),
             kafka_port=options.kafka_port,
             broker_auth=options.broker_auth,
             gateway_port=options.port,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from infra.local.broker import password_file
 from infra.local.broker_properties import SUPER_USER
+from infra.local.gpu import VISIBLE, gpus_of_worker
 from infra.local.health import LIVE_PATH, READY_PATH
 from infra.local.stream_secret import stream_secret
 from schemas.config import PREFIX
@@ -21,7 +22,8 @@ class StackConfig:
     """What a local stack is made of.
 
     `models` are catalogue ids: the gateway offers all of them (empty: all in `models_dir`), the workers
-    serve the first, each on `tensor_parallel` ranks. `step_ms` is a step of the simulated runner. Ports: 0
+    serve the first, each on `tensor_parallel` ranks, on `device` (HEADRACE_DEVICE); of `gpus`, as CUDA calls
+    them, each worker has its own. `step_ms` is a step of the simulated runner. Ports: 0
     has a free one chosen, and `gateway_port` is that of slot 0. `settings` adds environment variables to one
     service, or to one of its processes: {"worker": {"HEADRACE_KV_MEMORY_MIB": "64"}, "worker-1":
     {"HEADRACE_MODEL": "other"}}.
@@ -41,6 +43,8 @@ class StackConfig:
     layout: Layout = field(default_factory=Layout)
     workers: int = 1
     tensor_parallel: int = 1
+    device: str = "auto"
+    gpus: tuple[str, ...] = ()
     gateways: int = 1
     admissions: int = 1
     ledgers: int = 1
@@ -163,6 +167,10 @@ def _worker_settings(config: StackConfig, instance: Instance) -> dict[str, str]:
     }
     if config.models:
         settings["HEADRACE_MODEL"] = config.models[0]
+    if config.runner == "torch":
+        settings["HEADRACE_DEVICE"] = config.device
+        if own := gpus_of_worker(config.gpus, instance.slot, config.tensor_parallel):
+            settings[VISIBLE] = ",".join(own)
     if config.step_ms is not None:
         settings["HEADRACE_STEP_MS"] = f"{config.step_ms:g}"
     return settings

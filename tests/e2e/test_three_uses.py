@@ -59,7 +59,7 @@ def test_once_shows_all_three_uses_and_leaves_nothing(runner: str, tmp_path: Pat
         process = up(data_dir, "--once", "--runner", runner)
         output, _ = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, output
-        assert ("serving on the CPU" in output) == (runner == "torch")
+        assert ("serving on " in output) == (runner == "torch")
         assert billed_requests(output) == {"batch": 3 * start, "interactive": start}
         assert processes_of(data_dir) == []
 

