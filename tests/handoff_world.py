@@ -4,11 +4,8 @@ The sides are the real ones; memory is a number a block, so that every byte that
 never be is raised as `Violation` where it happens.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
 from random import Random
 
-from schemas.kv_layout import KVLayout
 from schemas.records import (
     ContentCheck,
     Dispatch,
@@ -21,7 +18,23 @@ from schemas.records import (
     SamplingParams,
     TransferEnded,
 )
-from workers.block_pool import BlockPool
+from tests.handoff_lives import (
+    BLOCK_SIZE,
+    DECODE_SLOT,
+    JUMPS_S,
+    LANDING_S,
+    LAYOUT,
+    LEASE_MS,
+    NUM_BLOCKS,
+    PREFILL_SLOT,
+    RESERVE_MS,
+    Call,
+    Decode,
+    Prefill,
+    Sequence,
+    Violation,
+    contents,
+)
 from workers.handoff.decode_side import DecodeSide
 from workers.handoff.effects import (
     Adopt,
@@ -40,85 +53,6 @@ from workers.handoff.prefill_side import PrefillSide, Written
 from workers.handoff.states import TERMINAL
 from workers.handoff.transfer import Run
 
-BLOCK_SIZE = 4
-LAYOUT = KVLayout(BLOCK_SIZE, "float32", 1, 1, 1, 4)
-NUM_BLOCKS = 7
-RESERVE_MS, LEASE_MS = 400, 1000
-LANDING_S = 0.5
-JUMPS_S = (0.01, 0.02, 0.1, 0.3)  # a busy process looks at its clock late
-PREFILL_SLOT, DECODE_SLOT = 0, 1
-
-
-class Violation(AssertionError):
-    """Something that the protocol promises never to happen."""
-
-
-@dataclass(eq=False)
-class Call:
-    """A write that runs: of one block. `lands_by`: a dead process's bytes arrive by then or never."""
-
-    transfer_id: bytes
-    index: int
-    source: int
-    target: int
-    prefill: "Prefill"
-    decode: "Decode"
-    has_landed: bool = False
-    has_failed: bool = False
-    lands_by: float = float("inf")
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A request at prefill: its blocks, how many are computed, and its writer."""
-
-    dispatch: Dispatch
-    blocks: list[int]
-    computed: int = 0
-    computes: bool = True
-    reserved: Reserved | None = None
-    stopping: bool = False
-    closed: bool = False
-    may_land: bool = False
-    begun: int = 0
-    calls: list[Call] = field(default_factory=list)
-    finished: bool = False
-
-
-@dataclass(eq=False)
-class Prefill:
-    """One life of the prefill worker."""
-
-    side: PrefillSide
-    pool: BlockPool = field(default_factory=lambda: BlockPool(NUM_BLOCKS, BLOCK_SIZE))
-    memory: list[int] = field(default_factory=lambda: [0] * NUM_BLOCKS)
-    sequences: dict[bytes, Sequence] = field(default_factory=dict)
-    deadlines: dict[bytes, float] = field(default_factory=dict)
-    died_at: float | None = None
-
-
-@dataclass(eq=False)
-class Decode:
-    """One life of the decode worker. `running` are adopted or computed requests, with their blocks."""
-
-    side: DecodeSide
-    pool: BlockPool = field(default_factory=lambda: BlockPool(NUM_BLOCKS, BLOCK_SIZE))
-    memory: list[int] = field(default_factory=lambda: [0] * NUM_BLOCKS)
-    inputs: deque[Effect] = field(default_factory=deque)
-    waiting: list[Offer] = field(default_factory=list)
-    reserved: dict[bytes, list[int]] = field(default_factory=dict)
-    running: dict[bytes, tuple[list[int], list[int]]] = field(default_factory=dict)
-    verifying: list[Handoff] = field(default_factory=list)
-    served: dict[bytes, str] = field(default_factory=dict)
-    deadlines: dict[bytes, float] = field(default_factory=dict)
-    died_at: float | None = None
-
-
-def contents(request_id: bytes, num_tokens: int) -> list[int]:
-    """What the request's blocks must hold."""
-    first = int.from_bytes(request_id, "big") * 1000
-    return [first + index for index in range(-(-num_tokens // BLOCK_SIZE))]
-
 
 class World:
     """`sound` lets bytes land as they were sent; else a call may land wrong ones or none, and say it did."""
@@ -136,6 +70,7 @@ class World:
         self.prefill = self._new_prefill()
         self.decode = self._new_decode()
         self.unheard: list[Run] = []  # runs that are over, which the other side has not heard of
+        self.words: list[tuple[Prefill, bytes, Written | bool]] = []  # of the writer, on their way
         self.num_requests = 0
 
     def _new_prefill(self) -> Prefill:
@@ -414,21 +349,34 @@ class World:
     def _finish(self, sequence: Sequence) -> None:
         """The writer's words: all is written; or stopped, and no call runs."""
         transfer_id = sequence.dispatch.request.request_id
-        if sequence.calls or sequence.finished or self.prefill.sequences.get(transfer_id) is not sequence:
+        if (
+            sequence.calls
+            or sequence.finished
+            or sequence.closed
+            or self.prefill.sequences.get(transfer_id) is not sequence
+        ):
             return
         if sequence.stopping:
             if not sequence.closed:
                 sequence.closed = True
-                may_land = sequence.may_land
-                self._prefill_does(self.prefill.side.on_closed(transfer_id, self.now, may_land=may_land))
+                self.words.append((self.prefill, transfer_id, sequence.may_land))
         elif sequence.reserved and sequence.begun == len(sequence.blocks):
             sequence.finished = True
             checks = [
                 ContentCheck(0, False, i, 0, 1, self.prefill.memory[block].to_bytes(8, "big"))
                 for i, block in enumerate(sequence.blocks)
             ]
-            written = Written(sequence.blocks, 5, checks)
-            self._prefill_does(self.prefill.side.on_written(transfer_id, written, self.now))
+            self.words.append((self.prefill, transfer_id, Written(sequence.blocks, 5, checks)))
+
+    def hear_writer(self) -> None:
+        if self.words:
+            prefill, transfer_id, word = self.words.pop(0)
+            if prefill is not self.prefill:
+                return
+            if isinstance(word, Written):
+                self._prefill_does(prefill.side.on_written(transfer_id, word, self.now))
+            else:
+                self._prefill_does(prefill.side.on_closed(transfer_id, self.now, may_land=word))
 
     def close_stopped(self) -> None:
         for sequence in list(self.prefill.sequences.values()):

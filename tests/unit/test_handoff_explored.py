@@ -9,7 +9,8 @@ from random import Random
 
 import pytest
 
-from tests.handoff_world import NUM_BLOCKS, Violation, World
+from tests.handoff_lives import NUM_BLOCKS, Violation
+from tests.handoff_world import World
 from workers.handoff import decode_side, prefill_side
 from workers.handoff.states import DECODE, PREFILL, TERMINAL, Action, Event, Row, State, Table
 
@@ -21,6 +22,7 @@ _CHAOS: list[tuple[Callable[[World], None], int]] = [
     (World.end_call, 12),
     (World.drop_call, 2),
     (World.close_stopped, 6),
+    (World.hear_writer, 12),
     (World.deliver, 24),
     (World.drop, 2),
     (World.engine_step, 12),
@@ -41,6 +43,7 @@ _PEACE = [
     World.end_call,
     World.drop_call,
     World.close_stopped,
+    World.hear_writer,
     World.engine_step,
     World.verify,
     World.finish_running,
@@ -138,7 +141,15 @@ _MUTANTS: dict[str, tuple[str, Table]] = {
         "decode",
         other(DECODE, _S.RECEIVED, _E.FAILED, Row(_S.ADOPTED, (_A.ADOPT,))),
     ),
-    "decode never asks again": ("decode", without(DECODE, _S.EXPIRED, _E.ASK_AGAIN, _A.SEND_ENDED)),
+    "decode never asks again": (
+        "decode",
+        without(
+            without(DECODE, _S.EXPIRED, _E.ASK_AGAIN, _A.SEND_ENDED),
+            _S.ABORTED,
+            _E.ASK_AGAIN,
+            _A.SEND_ENDED,
+        ),
+    ),
     "decode does not fall back at its deadline": (
         "decode",
         without(DECODE, _S.RESERVED, _E.DEADLINE, _A.FALL_BACK),

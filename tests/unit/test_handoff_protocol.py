@@ -9,7 +9,8 @@ import workers.handoff
 from schemas.codec import decode, encode
 from schemas.kv_layout import KVLayout
 from schemas.records import ContentCheck, Dispatch, Handoff, Offer, Pairing, PoolRank, Reserved, TransferEnded
-from tests.handoff_world import LAYOUT, World
+from tests.handoff_lives import LAYOUT
+from tests.handoff_world import World
 from tests.unit.test_handoff_records import REQUEST
 from workers.handoff.content import checksum
 from workers.handoff.decode_side import DecodeSide
@@ -272,6 +273,7 @@ def test_without_faults_every_request_is_adopted() -> None:
         for _ in range(4):
             for event in (world.deliver, world.compute, world.begin_call, world.land, world.end_call):
                 event()
+            world.hear_writer()
             world.engine_step()
             world.verify()
             world.finish_running()

@@ -153,6 +153,8 @@ class PrefillSide:
         outgoing = self._live.get(transfer_id)
         if outgoing is None:
             return []
+        if outgoing.transfer.is_over:  # it crossed StopWrites, which the writer then does not answer
+            return self.on_closed(transfer_id, now)
         if outgoing.transfer.state is State.TRANSFERRING:
             outgoing.written, outgoing.writes_closed = written, True
         return self._handle(outgoing, Event.WRITTEN, now)
