@@ -37,6 +37,8 @@ class WorkerStatus:
     num_gpus: int = 1
     worker_role: str = "unified"
     kv_layout: KVLayout | None = None
+    transfer_bytes_per_s: float = 0.0
+    handoffs: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -98,6 +100,15 @@ class Shedding:
     before: int
     wait_ms: int
     kv_use: float
+    slot: int
+    epoch: int
+
+
+@dataclass(slots=True)
+class Unpaired:
+    model: str
+    role: str
+    is_missing: bool
     slot: int
     epoch: int
 

@@ -30,6 +30,7 @@ from schemas.fleet_records import QueuedTokens as QueuedTokens
 from schemas.fleet_records import Shedding as Shedding
 from schemas.fleet_records import Spend as Spend
 from schemas.fleet_records import Tenant as Tenant
+from schemas.fleet_records import Unpaired as Unpaired
 from schemas.fleet_records import WorkerStatus as WorkerStatus
 from schemas.handoff_records import ContentCheck as ContentCheck
 from schemas.handoff_records import Handoff as Handoff

@@ -9,7 +9,7 @@ from typing import Any
 from schemas import topics
 from schemas.codec import encode
 from schemas.fleet import FleetView, Producer, join
-from schemas.records import Drain, Heartbeat, Join, Left, PartitionStatus, Shedding
+from schemas.records import Drain, Heartbeat, Join, Left, PartitionStatus, Shedding, Unpaired
 from streams.consumer import decoded
 
 log = logging.getLogger(__name__)
@@ -98,8 +98,8 @@ class Membership:
     def on_events(self, records: Iterable[Any]) -> None:
         """A batch of fleet.events."""
         for record in records:
-            event = decoded(record, Join, Drain, Left, Shedding)
-            if event is not None and not isinstance(event, Shedding):
+            event = decoded(record, Join, Drain, Left, Shedding, Unpaired)
+            if event is not None and not isinstance(event, Shedding | Unpaired):
                 self.view.on_event(event, record.offset)
         self._check_slot()
         self._on_change()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.replay.policy import Policy
+from infra.replay.policy import HopChooser, Policy
 from infra.replay.recording import Recorded
 from schemas.priority import PriorityClass
 from streams.admission.arrival import BUDGET_EXCEEDED
@@ -53,7 +53,9 @@ class Side:
 
 @dataclass(slots=True)
 class Comparison:
-    """`newly_refused` and `newly_let_in` count requests by (class, tenant)."""
+    """`newly_refused` and `newly_let_in` count requests by (class, tenant). For `hop_choices` of them there
+    were a prefill and a decode slot; `hopped` were handed over, `hops_otherwise` would be and were not, or
+    were and would not."""
 
     num_requests: int = 0
     evicted: int = 0
@@ -62,6 +64,9 @@ class Comparison:
     newly_refused: Counter[tuple[str, str]] = field(default_factory=Counter)
     newly_let_in: Counter[tuple[str, str]] = field(default_factory=Counter)
     routed_elsewhere: int = 0
+    hop_choices: int = 0
+    hopped: int = 0
+    hops_otherwise: int = 0
     real_ttft_ms: list[float] = field(default_factory=list)
     real_hit_tokens: int = 0
     real_prompt_tokens: int = 0
@@ -76,6 +81,11 @@ class Comparison:
             "newly_refused": by_tenant(self.newly_refused),
             "newly_let_in": by_tenant(self.newly_let_in),
             "routed_elsewhere": self.routed_elsewhere,
+            "handoffs": {
+                "choices": self.hop_choices,
+                "recorded": self.hopped,
+                "otherwise": self.hops_otherwise,
+            },
             "real_ttft_ms": percentiles(self.real_ttft_ms),
             "real_hit_rate": rate(self.real_hit_tokens, self.real_prompt_tokens),
         }
@@ -130,6 +140,10 @@ def _refused(policy: Policy, request: Recorded) -> str | None:
 
 def _routed(policy: Policy, request: Recorded, found: Comparison) -> float:
     """The hit tokens that the policy's choice of a worker expects."""
+    if request.hop is not None and isinstance(policy, HopChooser):
+        found.hop_choices += 1
+        found.hopped += request.hopped
+        found.hops_otherwise += policy.hops(request.hop) is not request.hopped
     if not request.candidates:
         return request.cached_tokens
     slot = policy.route(request.seen, request.candidates)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from streams.admission.arrival import Arrival, OverloadPolicy, capped, refusal
+from streams.admission.hop import Hop
 from streams.admission.refusal import Refusal
 from streams.admission.router import NEAR, RoutingPolicy, score
 
@@ -58,6 +59,15 @@ class Policy(Protocol):
         """The slot of one of the candidates (one at least; the least loaded are recorded)."""
 
 
+@runtime_checkable
+class HopChooser(Protocol):
+    """What a policy may have, too."""
+
+    def hops(self, seen: Hop) -> bool:
+        """Whether a request's prompt is computed at the prefill slot, and not where it is decoded or at a
+        unified slot."""
+
+
 class ShippedPolicy:
     """What admission runs. Over its own record, with its own settings, it decides the same."""
 
@@ -83,6 +93,9 @@ class ShippedPolicy:
         # Among equals the hint of the request decides, which is not recorded: what it chose stays.
         near = [c for value, c in scores if c.chosen and value <= best[0] + NEAR]
         return near[0].slot if near else best[1].slot
+
+    def hops(self, seen: Hop) -> bool:
+        return self.routing.hop.hops(seen) and not self.routing.hop.takes_unified(seen)
 
 
 def load_policy(path: Path) -> Policy:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from infra.replay.policy import Candidate
 from schemas.records import Decision, Usage
 from streams.admission.arrival import Arrival
+from streams.admission.hop import Hop
 
 _FIGURE = re.compile(r"slot_(\d+)_(load|cached_tokens|slowness|prefill_ms)")
 _PREFIX = re.compile(r"((?:shared_)?prefix)_(\d+)")
@@ -32,7 +33,8 @@ class Recorded:
     """A first attempt: what was seen, what came of it. `usage` is None while, or if, it has none.
 
     `prefix`: (name, depth in tokens, key) of the prompt's beginnings, shortest first, as far as they were
-    looked at; the same key is the same beginning.
+    looked at; the same key is the same beginning. `hop` is what decided whether its prompt was computed
+    elsewhere than the rest (`hopped`), None where there was no such choice.
     """
 
     request_id: bytes
@@ -48,6 +50,8 @@ class Recorded:
     prefix: list[tuple[str, int, int]] = field(default_factory=list)
     worker: RecordedWorker | None = None
     usage: Usage | None = None
+    hop: Hop | None = None
+    hopped: bool = False
 
     @property
     def real_ttft_ms(self) -> float | None:
@@ -107,6 +111,8 @@ def _recorded(decision: Decision) -> Recorded:
         _candidates(inputs, decision.slot),
         _prefix(inputs),
         _worker(inputs, decision.slot),
+        hop=Hop.from_inputs(inputs),
+        hopped=bool(inputs.get("hop_taken")),
     )
 
 

@@ -1,5 +1,7 @@
 """What admission decides. The process around it carries the actions out and reports back."""
 
+import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,14 +13,18 @@ from schemas.records import (
     Duplicate,
     InferenceRequest,
     KeyedRequest,
+    Pairing,
     RateLimit,
     Rejected,
 )
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.idempotency import keyed
 from streams.admission.in_flight import InFlight
+from streams.admission.pairing import Route
 from streams.admission.refusal import Refusal
+from streams.admission.router import PoolChange
 from streams.admission.shedding import LevelChange
+from streams.admission.waiting import HandoffPolicy
 from streams.admission.worker import Worker
 
 
@@ -77,7 +83,14 @@ class Announce:
     change: LevelChange
 
 
-Action = Reply | Assign | NoteKey | DeadLetter | Announce
+@dataclass(slots=True)
+class AnnouncePool:
+    """Tell the fleet that a pool of a model's workers is gone, or there again."""
+
+    change: PoolChange
+
+
+Action = Reply | Assign | NoteKey | DeadLetter | Announce | AnnouncePool
 
 
 def reply_to(request: InferenceRequest) -> ReplyTo:
@@ -120,12 +133,20 @@ def place_of(request: InferenceRequest, partition: int, offset: int, traceparent
     return Reply(reply_to(request), record, traceparent)
 
 
-def assign(item: QueuedRequest, worker: Worker, entry: InFlight, queued_ms: int) -> Assign:
-    """Gives what waited for `queued_ms` to the worker, where `entry` counts it."""
-    request = item.request
+def assign(
+    item: QueuedRequest, route: Route, entry: InFlight, queued_ms: int, handoff: HandoffPolicy
+) -> Assign:
+    """Gives what waited for `queued_ms` to the route's worker, where `entry` counts it."""
+    request, worker, decode = item.request, route.worker, route.decode
+    pairing = None
+    if decode is not None:
+        # Whoever else decides the same gives it the same name.
+        named = struct.pack(">16sQQQ", request.request_id, request.attempt, worker.epoch, decode.epoch)
+        name = hashlib.blake2b(named, digest_size=16).digest()
+        pairing = Pairing(name, decode.slot, decode.epoch, handoff.reserve_ms, handoff.lease_ms)
     first = request.attempt == 1 and request.idempotency is not None
     return Assign(
-        Dispatch(worker.slot, worker.epoch, item.expected_output_tokens, request),
+        Dispatch(worker.slot, worker.epoch, item.expected_output_tokens, request, pairing),
         worker,
         entry,
         queued_ms,
@@ -147,9 +168,11 @@ def dispatched(
     traceparent: str | None,
     rate_limits: list[RateLimit],
     granted_max_tokens: int | None = None,
+    prefill: tuple[int, int] | None = None,
 ) -> Reply:
     """Tells the owner which run has its request, which lies at `partition` and `offset`, what its tenant has
-    left, and `granted_max_tokens` where it is less than the request asked for."""
+    left, `granted_max_tokens` where it is less than the request asked for, and the `prefill` run that
+    computes the prompt for that one."""
     record = Dispatched(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -162,4 +185,6 @@ def dispatched(
         rate_limits=rate_limits,
         max_tokens=granted_max_tokens,
     )
+    if prefill is not None:
+        record.prefill_slot, record.prefill_epoch = prefill
     return Reply(reply_to(request), record, traceparent)

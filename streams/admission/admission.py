@@ -21,6 +21,7 @@ from schemas.stream_state import DEADLINE_EXCEEDED
 from streams.admission.actions import (
     Action,
     Announce,
+    AnnouncePool,
     Assign,
     NoteKey,
     Reply,
@@ -139,10 +140,12 @@ class Admission:
             left = self.limits.rate_limits(request.tenant, request.priority, now)
             run, at, granted = (known.slot, known.epoch), (partition, offset), known.granted_max_tokens
             served = replace(request, model=known.model)
-            return [dispatched(served, *run, *at, traceparent, left, granted)]
+            return [dispatched(served, *run, *at, traceparent, left, granted, known.prefill)]
         if known is not None and known.queued is not None:
             self._backlog.cancel(known.queued)
             self._memory.forget(request.request_id)
+        if self.router.reservations:  # an earlier attempt is over
+            self.router.reservations.release(request.request_id)
         asked, request = request, self.fallback.redirect(request, now)
         # The record is passed on as it came, unless it is for another model now.
         record = record if request is asked else b""
@@ -210,7 +213,8 @@ class Admission:
         """Takes the fleet's newest figures and runs all queues."""
         self.peers.retain(self.fleet.live_slots("admission"))
         self.router.update(self.fleet.live("worker"))
-        return self._placement.run_all(now)
+        changes, self.router.changes = self.router.changes, []
+        return [*map(AnnouncePool, changes), *self._placement.run_all(now)]
 
     def on_assigned(self, end_offsets: Mapping[int, int], now: int) -> None:
         """The partitions that this process now holds, with their end offsets.
@@ -227,9 +231,11 @@ class Admission:
         request = assign.dispatch.request
         known = self._memory.dispatched(request.request_id, request.attempt)
         granted = None if known is None else known.granted_max_tokens
-        slot, epoch = assign.dispatch.slot, assign.dispatch.epoch
+        run, prefill = (assign.dispatch.slot, assign.dispatch.epoch), None
+        if (pairing := assign.dispatch.pairing) is not None:
+            run, prefill = (pairing.decode_slot, pairing.decode_epoch), run
         at, trace, left = (assign.partition, assign.offset), assign.traceparent, assign.rate_limits
-        return [dispatched(request, slot, epoch, *at, trace, left, granted)]
+        return [dispatched(request, *run, *at, trace, left, granted, prefill)]
 
     def on_dispatch_failed(
         self, assign: Assign, reason: str, now: int, *, too_large: bool = False
@@ -240,6 +246,7 @@ class Admission:
         """
         request = assign.dispatch.request
         assign.worker.remove(assign.in_flight)
+        self.router.reservations.release(request.request_id, request.attempt)
         self._memory.forget(request.request_id, request.attempt)
         if request.attempt == 1:
             self.limits.release(request.request_id, now)
@@ -264,6 +271,7 @@ class Admission:
         self.limits.expire(now)
         self._memory.expire(now)
         self.keys.expire(now)
+        self.router.reservations.expire(now)
         actions: list[Action] = []
         for change in self.overload.update(now):
             self.decisions.level_changed(change)

@@ -7,10 +7,10 @@ from schemas.records import InferenceRequest, QueuedTokens
 from schemas.topics import priority_of
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.model_queue import ModelQueue
+from streams.admission.pairing import Route
 from streams.admission.router import Blocked, Router
 from streams.admission.shares import PeerDemand, Share
 from streams.admission.shedding import ShedLevel, paused
-from streams.admission.worker import Worker
 
 # How far past retries that no worker may take (excluded slots) a queue is searched.
 MAX_SKIPPED_RETRIES = 8
@@ -53,10 +53,10 @@ class Backlog:
     # at another process, but for the floor, which ends with the room; batch never goes before interactive.
     def take(
         self, model: str, level: ShedLevel = ShedLevel.NONE
-    ) -> Iterator[tuple[QueuedRequest, Worker | None]]:
+    ) -> Iterator[tuple[QueuedRequest, Route | None]]:
         """What can be decided now: takes out what a worker has room for, in order.
 
-        The caller counts each at its worker before it asks for the next. With None for a worker the request
+        The caller counts each where it goes before it asks for the next. With None for a route the request
         stays, as none of those that serve the model could ever run it, and the caller cancels it.
         """
         queue = self._queues.get(model)
@@ -72,11 +72,11 @@ class Backlog:
                     queue.take(owed[0])
                     yield owed
                     continue
-                worker = self._router.choose(item.request, item.expected_output_tokens, item.prefix, share)
-                if not isinstance(worker, Blocked):
+                route = self._router.route(item.request, item.expected_output_tokens, item.prefix, share)
+                if not isinstance(route, Blocked):
                     queue.take(item)
-                    yield item, worker
-                elif worker is Blocked.NO_ROOM or not self._router.workers(model):
+                    yield item, route
+                elif route is Blocked.NO_ROOM or not self._router.workers(model):
                     return
                 elif item.request.attempt == 1:
                     yield item, None
@@ -87,15 +87,16 @@ class Backlog:
 
     def _floor(
         self, queue: ModelQueue, priority: int, model: str, level: ShedLevel, share: Share | None
-    ) -> tuple[QueuedRequest, Worker] | None:
-        """What the class below is owed now and has room, out of the `share` of this one, with its worker."""
+    ) -> tuple[QueuedRequest, Route] | None:
+        """What the class below is owed now and has room, out of the `share` of this one, and where it
+        goes."""
         item = queue.owed(priority)
         if item is None or level >= ShedLevel.CAP_FREE or paused(level, item.request):
             return None
         if self._router.kv_use(model) > MAX_FLOOR_KV_USE:
             return None
-        worker = self._router.choose(item.request, item.expected_output_tokens, item.prefix, share)
-        return None if isinstance(worker, Blocked) else (item, worker)
+        route = self._router.route(item.request, item.expected_output_tokens, item.prefix, share)
+        return None if isinstance(route, Blocked) else (item, route)
 
     def share(self, request: InferenceRequest) -> Share | None:
         """Of the room for the request's class, if the request is all that waits here. None: all of it."""

@@ -9,10 +9,11 @@ from streams.admission.admission import Admission
 from streams.admission.arrival import OverloadPolicy
 from streams.admission.decisions import DecisionLog
 from streams.admission.fallback import DEFAULT_WAIT_MS, FallbackPolicy
+from streams.admission.hop import HopPolicy
 from streams.admission.prediction import DEFAULT_QUANTILE, OutputPredictor
 from streams.admission.router import DEFAULT_MAX_AFFINITY, RoutingPolicy
 from streams.admission.shedding import ShedPolicy
-from streams.admission.waiting import WaitingPolicy
+from streams.admission.waiting import HandoffPolicy, WaitingPolicy
 
 ROLE = "admission"
 
@@ -35,6 +36,25 @@ class AdmissionConfig(CommonConfig):
     prefix_affinity: bool = setting(True, doc="Whether requests go where their beginning is cached.")
     max_affinity: float = setting(
         DEFAULT_MAX_AFFINITY, doc="How much load a cached beginning may outweigh (1: a whole batch)."
+    )
+    handoffs: bool = setting(
+        True, doc="Whether prompts are computed at prefill workers and their KV sent to decode workers."
+    )
+    handoff_overhead_ms: float = setting(
+        HopPolicy().overhead_ms, doc="What a handoff is taken to cost besides the transfer (ms)."
+    )
+    handoff_stall_weight: float = setting(
+        HopPolicy().stall_weight,
+        doc="What holding up a stream for 1 ms is worth in waiting for a prompt (ms).",
+    )
+    handoff_spill: bool = setting(
+        True, doc="Whether workers of one role take whole requests while the other role has no room."
+    )
+    handoff_reserve_ms: int = setting(
+        HandoffPolicy().reserve_ms, doc="How long a prefill worker waits for blocks at decode (ms)."
+    )
+    handoff_lease_ms: int = setting(
+        HandoffPolicy().lease_ms, doc="When a handoff has ended in one way or another (ms)."
     )
     fallback_wait_ms: int = setting(
         DEFAULT_WAIT_MS, doc="A longer expected wait sends a request to one of its fallback models (ms)."
@@ -82,6 +102,8 @@ class AdmissionConfig(CommonConfig):
             "no_worker_wait_ms",
             "session_timeout_ms",
             "restate_wait_ms",
+            "handoff_reserve_ms",
+            "handoff_lease_ms",
         ):
             if getattr(self, name) < 1:
                 found.append(f"HEADRACE_{name.upper()} must be at least 1, not {getattr(self, name)}")
@@ -91,8 +113,10 @@ class AdmissionConfig(CommonConfig):
             "start_ms_batch",
             "shed_hold_ms",
             "fallback_wait_ms",
+            "handoff_overhead_ms",
+            "handoff_stall_weight",
         ):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 found.append(f"HEADRACE_{name.upper()} must be at least 0, not {getattr(self, name)}")
         if self.shed_free_max_tokens < 1:
             found.append(f"HEADRACE_SHED_FREE_MAX_TOKENS must be at least 1, not {self.shed_free_max_tokens}")
@@ -118,7 +142,11 @@ class AdmissionConfig(CommonConfig):
 
     def policy(self) -> WaitingPolicy:
         return WaitingPolicy(
-            self.max_queued_requests, self.max_queued_tokens, self.no_worker_wait_ms, self.overload_policy()
+            self.max_queued_requests,
+            self.max_queued_tokens,
+            self.no_worker_wait_ms,
+            self.overload_policy(),
+            HandoffPolicy(self.handoff_reserve_ms, self.handoff_lease_ms),
         )
 
     def overload_policy(self) -> OverloadPolicy:
@@ -137,7 +165,13 @@ class AdmissionConfig(CommonConfig):
         return OutputPredictor(self.output_quantile)
 
     def routing(self) -> RoutingPolicy:
-        return RoutingPolicy(self.prefix_affinity, self.max_affinity)
+        hop = HopPolicy(
+            enabled=self.handoffs,
+            overhead_ms=self.handoff_overhead_ms,
+            stall_weight=self.handoff_stall_weight,
+            spill=self.handoff_spill,
+        )
+        return RoutingPolicy(self.prefix_affinity, self.max_affinity, hop)
 
     def admission(
         self,

@@ -7,10 +7,11 @@ from schemas.records import Decision, InferenceRequest
 from streams.admission.arrival import Arrival
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.in_flight import InFlight
+from streams.admission.pairing import Route, Way
 from streams.admission.refusal import Refusal
+from streams.admission.room import Part
 from streams.admission.router import Router
 from streams.admission.shedding import LevelChange, ShedLevel
-from streams.admission.worker import Worker
 
 # Of more workers the least loaded tell enough of what else there was.
 MAX_CANDIDATES = 4
@@ -30,12 +31,15 @@ class DecisionLog:
         self._held.clear()
         return held
 
-    def candidates(self, item: QueuedRequest, chosen: Worker, router: Router) -> dict[str, float]:
-        """What the router could choose from, and chose; to be asked before it counts the request."""
+    def candidates(self, item: QueuedRequest, route: Route, router: Router) -> dict[str, float]:
+        """What the router could choose from, and chose; to be asked before it counts the request. Of a
+        handoff it is the prefill slot that was chosen among others, and figures of its own are the decode
+        slot's."""
         if not self.enabled or len(router.workers(item.request.model)) < 2:
             return {}
         figures: dict[str, float] = {}
-        found = router.candidates(item, MAX_CANDIDATES)
+        chosen, part = route.worker, Part.WHOLE if route.decode is None else Part.PREFILL
+        found = router.candidates(item, MAX_CANDIDATES, router.rivals(route, item.request.model), part)
         for worker in found if chosen in found else [*found, chosen]:
             cached = worker.cached_tokens(item.prefix)
             name = f"slot_{worker.slot}_"
@@ -45,20 +49,27 @@ class DecisionLog:
             num_tokens = len(item.request.prompt_token_ids) - cached
             if (ms := worker.prefill_ms(item.request.priority, num_tokens)) is not None:
                 figures[name + "prefill_ms"] = ms
+        if (decode := route.decode) is not None:
+            figures["decode_slot"] = float(decode.slot)
+            figures["decode_load"] = decode.load
+            figures["decode_free_blocks"] = float(decode.free_blocks)
+            figures["decode_num_seqs"] = float(decode.num_seqs)
         return figures
 
     def dispatched(
         self,
         item: QueuedRequest,
-        worker: Worker,
+        route: Route,
         entry: InFlight,
         queued_ms: int,
         prefill_ms: float | None,
         candidates: Mapping[str, float],
     ) -> None:
-        """`worker` counts it already, as `entry`; `prefill_ms` is what its prefill is expected to take."""
+        """The route's worker counts it already, as `entry`; `prefill_ms` is what its prefill is expected to
+        take. Its `seen` tells why it goes by two slots, or does not."""
         if not self.enabled:
             return
+        worker = route.worker
         status = worker.status
         inputs = {
             **_arrived(item),
@@ -85,6 +96,9 @@ class DecisionLog:
         if prefill_ms is not None:
             inputs["worker_prefill_ms"] = prefill_ms
         reason = "room" if item.request.attempt == 1 else "retry"
+        if route.seen is not None:
+            inputs |= route.seen.inputs()
+            inputs["hop_taken"] = float(route.way is Way.HANDOFF)
         self._add(item.request, "dispatch", reason, inputs, worker.slot, worker.epoch)
 
     def refused(self, request: InferenceRequest, refusal: Refusal, inputs: Mapping[str, float]) -> None:

@@ -12,10 +12,20 @@ from schemas import topics
 from schemas.codec import encode
 from schemas.headers import Headers, reply_headers
 from schemas.record_size import is_too_large
-from schemas.records import Rejected, Shedding
-from streams.admission.actions import Action, Announce, Assign, DeadLetter, NoteKey, Reply, reply_to
+from schemas.records import Rejected, Shedding, Unpaired
+from streams.admission.actions import (
+    Action,
+    Announce,
+    AnnouncePool,
+    Assign,
+    DeadLetter,
+    NoteKey,
+    Reply,
+    reply_to,
+)
 from streams.admission.admission import Admission
 from streams.admission.metrics import Metrics
+from streams.admission.router import PoolChange
 from streams.admission.shedding import LevelChange
 from streams.admission.splice import encode_dispatch
 from streams.admission.waiting import wait_until
@@ -101,6 +111,8 @@ class Dispatcher:
                 await self._bury(action)
             case Announce():
                 await self._announce(action.change)
+            case AnnouncePool():
+                await self._announce_pool(action.change)
 
     async def _assign(self, assign: Assign) -> None:
         dispatch = assign.dispatch
@@ -159,14 +171,21 @@ class Dispatcher:
         log.warning(
             "model %s: shedding level %s (was %s)", change.model, change.level.label, change.before.label
         )
-        slot, epoch = self._own_run()
-        event = Shedding(
-            change.model, change.level, change.before, change.wait_ms, change.kv_use, slot, epoch
+        run = self._own_run()
+        await self._tell(
+            Shedding(change.model, change.level, change.before, change.wait_ms, change.kv_use, *run)
         )
+
+    async def _announce_pool(self, change: PoolChange) -> None:
+        what = "lack a partner of role" if change.is_missing else "have a partner again of role"
+        log.warning("model %s: workers %s %s", change.model, what, change.role)
+        await self._tell(Unpaired(change.model, change.role, change.is_missing, *self._own_run()))
+
+    async def _tell(self, event: Shedding | Unpaired) -> None:
         try:
             future = await self._send(topics.EVENTS, encode(event), 0, [])
         except Exception as error:
-            log.error("a shedding level could not be announced: %r", error)
+            log.error("%s could not be announced: %r", event, error)
             return
         future.add_done_callback(self._announced)
 
@@ -258,7 +277,7 @@ class Dispatcher:
     @staticmethod
     def _announced(future: "asyncio.Future[Any]") -> None:
         if not future.cancelled() and (error := future.exception()) is not None:
-            log.error("a shedding level could not be announced: %r", error)
+            log.error("a change could not be announced: %r", error)
 
     @staticmethod
     def _lost(reply: Reply, error: BaseException) -> None:

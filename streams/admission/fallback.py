@@ -77,7 +77,7 @@ class Fallback:
             return False
         share = self.backlog.share(request)
         expected = self.predictor.expect_rest(request)
-        return not isinstance(self.router.choose(request, expected, None, share), Blocked)
+        return not isinstance(self.router.route(request, expected, None, share), Blocked)
 
     def _wait_ms(self, request: InferenceRequest, now: int) -> float:
         expected = self.predictor.expect_rest(request)

@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.in_flight import InFlight
-from streams.admission.worker import Worker
+from streams.admission.pairing import Route
 
 # Owners send again within seconds.
 REMEMBER_MS = 60_000
@@ -21,6 +21,7 @@ class Phase(Enum):
 @dataclass(slots=True)
 class Known:
     """The newest attempt of a request. The run is (slot, epoch), -1 while it is queued; `model` serves it.
+    `prefill` is another run that computes its prompt, if there is one.
 
     The time to its first token as predicted: `predicted_ms` when it came, from then on; `prefill_ms` when its
     worker was chosen, from then on. It waited for `queued_ms`. `granted_max_tokens` is None where it is as
@@ -40,6 +41,7 @@ class Known:
     queued_ms: int = 0
     predicted_ms: float | None = None
     prefill_ms: float | None = None
+    prefill: tuple[int, int] | None = None
 
 
 class RequestMemory:
@@ -65,12 +67,13 @@ class RequestMemory:
             known.granted_max_tokens = granted
 
     def assigned(
-        self, item: QueuedRequest, worker: Worker, entry: InFlight, now: int, prefill_ms: float | None = None
+        self, item: QueuedRequest, route: Route, entry: InFlight, now: int, prefill_ms: float | None = None
     ) -> None:
         """A worker is chosen for what was queued; `prefill_ms` predicts the time to its first token there."""
         known = self._known[item.request.request_id]
         known.phase, known.queued = Phase.ASSIGNED, None
-        known.slot, known.epoch, known.forget_at = worker.slot, worker.epoch, now + REMEMBER_MS
+        known.slot, known.epoch, known.forget_at = route.run.slot, route.run.epoch, now + REMEMBER_MS
+        known.prefill = None if route.decode is None else (route.worker.slot, route.worker.epoch)
         known.predicted_cached_tokens = entry.cached_tokens
         known.queued_ms, known.prefill_ms = max(0, now - item.queued_at), prefill_ms
         if item.arrival is not None:
@@ -88,7 +91,9 @@ class RequestMemory:
     def ended(self, request_id: bytes, attempt: int, slot: int, epoch: int) -> bool:
         """A usage row names this run: True the first time, if it is the one that was chosen here."""
         known = self._known.get(request_id)
-        if known is None or known.ended or (known.attempt, known.slot, known.epoch) != (attempt, slot, epoch):
+        if known is None or known.ended or known.attempt != attempt:
+            return False
+        if (known.slot, known.epoch) != (slot, epoch) != known.prefill:
             return False
         known.ended = True
         return True

@@ -7,6 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from schemas.priority import PriorityClass
 from streams.admission.affinity import HitMeter
 from streams.admission.overload import Outcome
+from streams.admission.pairing import Way
+from streams.admission.router import Router
 
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0)
 _FIRST_TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -94,6 +96,19 @@ class Metrics:
             registry=self.registry,
         )
         self._hits = {name: hits.labels(name) for name in HitMeter.__slots__}
+        ways = Gauge(
+            "headrace_admission_routed_requests",
+            "Requests in fleets with prefill and decode workers, by the way they went",
+            ["way"],
+            registry=self.registry,
+        )
+        self._ways = {way: ways.labels(way.value) for way in Way}
+        self._missing = Gauge(
+            "headrace_admission_missing_pool",
+            "1 while workers of the model lack a partner of the role, and serve whole requests",
+            ["model", "role"],
+            registry=self.registry,
+        )
         self.workers = Gauge("headrace_admission_workers", "Workers that live", registry=self.registry)
         # A labels() lookup per request costs more than the increment.
         self.dispatches = [dispatches.labels(c.label) for c in PriorityClass]
@@ -119,6 +134,13 @@ class Metrics:
     def prefix_hits(self, meter: HitMeter) -> None:
         for name, gauge in self._hits.items():
             gauge.set(getattr(meter, name))
+
+    def routed(self, router: Router) -> None:
+        """In a fleet without prefill and decode workers there is nothing to tell."""
+        for way, count in router.ways.items():
+            self._ways[way].set(count)
+        for model, role, is_missing in router.pool_states():
+            self._missing.labels(model, role).set(is_missing)
 
     def rejected(self, status: int, code: str) -> None:
         self._rejections.labels(str(status), code).inc()

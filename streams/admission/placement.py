@@ -9,11 +9,11 @@ from streams.admission.fair_queue import QueuedRequest
 from streams.admission.memory import RequestMemory
 from streams.admission.model_queue import ModelQueue
 from streams.admission.overload import Overload
+from streams.admission.pairing import Route
 from streams.admission.refusing import Refusing
 from streams.admission.router import Router
 from streams.admission.tenants import Tenants
 from streams.admission.waiting import WaitingPolicy, expired, no_worker, over_allowance, over_bounds
-from streams.admission.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Placement:
         """Dispatches what there is room for, in order; what no worker can ever run is refused."""
         return [
             self.refusing.evict(item, no_worker(model, self.policy.no_worker_wait_ms), now)
-            if worker is None
-            else self._assign(item, worker, now)
-            for item, worker in self.backlog.take(model, self.overload.level(model))
+            if route is None
+            else self._assign(item, route, now)
+            for item, route in self.backlog.take(model, self.overload.level(model))
         ]
 
     def wait(self, queue: ModelQueue, item: QueuedRequest, now: int) -> Action:
@@ -64,12 +64,13 @@ class Placement:
         unserved = self.backlog.without_worker(now, wait_ms)
         return late + [evict(item, no_worker(item.request.model, wait_ms), now) for item in unserved]
 
-    def _assign(self, item: QueuedRequest, worker: Worker, now: int) -> Assign:
-        request = item.request
-        candidates = self.decisions.candidates(item, worker, self.router)
-        entry = self.router.dispatch(worker, request, item.expected_output_tokens, item.prefix)
+    def _assign(self, item: QueuedRequest, route: Route, now: int) -> Assign:
+        request, worker = item.request, route.worker
+        candidates = self.decisions.candidates(item, route, self.router)
+        expected, until = item.expected_output_tokens, now + self.policy.handoff.lease_ms
+        entry = self.router.dispatch_along(route, request, expected, item.prefix, until)
         waited = max(0, now - item.queued_at)
         prefill = self.overload.dispatched(item, worker, waited)
-        self.memory.assigned(item, worker, entry, now, prefill)
-        self.decisions.dispatched(item, worker, entry, waited, prefill, candidates)
-        return assign(item, worker, entry, waited)
+        self.memory.assigned(item, route, entry, now, prefill)
+        self.decisions.dispatched(item, route, entry, waited, prefill, candidates)
+        return assign(item, route, entry, waited, self.policy.handoff)

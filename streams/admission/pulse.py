@@ -45,6 +45,7 @@ async def keep_time(
         metrics.workers.set(admission.num_workers)
         metrics.first_tokens(admission.overload.outcomes)
         metrics.prefix_hits(admission.hits)
+        metrics.routed(admission.router)
         metrics.fallbacks.set(admission.fallback.num_requests)
         metrics.decisions_lost.set(admission.decisions.num_lost)
         if (age := dispatcher.oldest_unacked_s()) > ack_deadline_s:

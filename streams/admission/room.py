@@ -1,6 +1,6 @@
 """What room a request finds at a worker: what is free, and what lower classes would give it."""
 
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 from typing import NamedTuple
 
 
@@ -10,6 +10,14 @@ class Room(IntEnum):
     NONE = 0
     TAKEN = 1  # by lower classes, which give way in the worker's next step
     FREE = 2
+
+
+class Part(Enum):
+    """What of a request a worker is to do."""
+
+    WHOLE = auto()
+    PREFILL = auto()  # its prompt, and the first token
+    DECODE = auto()  # the rest, on KV that comes from a prefill slot
 
 
 class Lower(NamedTuple):

@@ -1,96 +1,58 @@
-"""Picks the worker for a request, late: only one that has room now (worker.py counts it), be it that lower
-classes give way.
+"""The live workers by model, and which of them takes a request: late, only one that has room now."""
 
-The score is a worker's load with the request on it, less what its prefix cache saves. All terms are in the
-same unit, so affinity ends by itself where the favourite's queue is longer than the hit is worth; beyond
-`max_affinity` a hit counts no more, so that a prefix that all share does not fill one worker first.
-"""
-
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
-from itertools import chain, islice, repeat, takewhile
+from itertools import islice
 from operator import attrgetter
 
 from schemas.fleet import Member
+from schemas.handoff_records import WorkerRole
 from schemas.prefix_sketch import is_shared
 from schemas.records import InferenceRequest
-from streams.admission.affinity import PromptPrefix, cached_tokens_at, rendezvous
+from streams.admission.affinity import PromptPrefix
+from streams.admission.choice import DEFAULT_MAX_AFFINITY as DEFAULT_MAX_AFFINITY
+from streams.admission.choice import NEAR as NEAR
+from streams.admission.choice import Blocked as Blocked
+from streams.admission.choice import RoutingPolicy as RoutingPolicy
+from streams.admission.choice import best_of
+from streams.admission.choice import is_suspect as is_suspect
+from streams.admission.choice import score as score
 from streams.admission.fair_queue import QueuedRequest
 from streams.admission.in_flight import InFlight
-from streams.admission.room import Room
+from streams.admission.pairing import Pools, Route, Way, route
+from streams.admission.reservations import Reservations
+from streams.admission.room import Part, Room
 from streams.admission.shares import Share
-from streams.admission.worker import PREFILL_SCALE, Worker, num_tokens
+from streams.admission.worker import Worker, num_tokens
 
-# Scores that differ by less are taken for equal, and requests that belong together go the same way: a
-# heartbeat is 100 ms old, in which a busy worker takes about that much (13 of 256 sequences).
-NEAR = 0.05
 # A worker counts as at most so much slower than the fastest: rates are running means over unlike steps.
 MAX_SLOWNESS = 4.0
-# What a cached token is worth, in tokens of queue: one that this request need not wait for, and one that the
-# worker can compute for another instead. With 1, two workers compute what both had sent at the same time.
-HIT_WEIGHT = 2.0
-# A whole batch, or 2,048 prompt tokens ahead. In the scenario `shared_prompts` 74 % of all prompt tokens are
-# found, 66 % with 0.5 and 57 % without affinity, and time to first token is 110, 134 and 141 ms at p99; the
-# hottest worker gets 1.03 times the mean. A higher cap finds no more, in a spike of twice the rate neither.
-DEFAULT_MAX_AFFINITY = 1.0
-# More than any load: with another suspect only where there is no other room.
-_APART = 1e6
-# Less than that, and more than any load: lower classes give way where nothing is free.
-_PREEMPTS = 1e3
-_SUSPECT_ATTEMPT = 3
 _load = attrgetter("load")
 
 
-class Blocked(Enum):
-    """Why no worker takes a request now."""
-
-    NO_WORKER = auto()  # none serves the model, or all that do are excluded
-    NO_ROOM = auto()
-
-
 @dataclass(frozen=True, slots=True)
-class RoutingPolicy:
-    """`affinity`: prefix hits and hints count. `max_affinity`: the load that a hit may outweigh."""
+class PoolChange:
+    """Workers of a model lack a partner of `role` from now on (`is_missing`), or have one again."""
 
-    affinity: bool = True
-    max_affinity: float = DEFAULT_MAX_AFFINITY
-
-    def pick(
-        self, request: InferenceRequest, rated: Iterator[tuple[float, Worker]], prefix: PromptPrefix | None
-    ) -> Worker:
-        """Of the workers with room (one at least), by their scores: the best; of those near it the hint's.
-
-        The best come first, and each is asked for room only when it is taken from `rated`.
-        """
-        best, chosen = next(rated)
-        near = [worker for _, worker in takewhile(lambda entry: entry[0] <= best + NEAR, rated)]
-        hint = prefix.hint if prefix is not None and near else None
-        if hint is not None:
-            chosen = max(chosen, *near, key=lambda worker: rendezvous(hint, worker.slot))
-        return chosen
-
-
-def score(policy: RoutingPolicy, load: float, num_tokens: int, cached: int, slowness: float) -> float:
-    """What a worker of `load` is to a request of `num_tokens`, `cached` of them there; least is best."""
-    per_token = slowness / PREFILL_SCALE
-    points = load + num_tokens * per_token
-    return points - min(policy.max_affinity, HIT_WEIGHT * cached * per_token) if policy.affinity else points
-
-
-def is_suspect(request: InferenceRequest) -> bool:
-    """Two runs did not end it. It may be what they died of: it is kept apart from another such request, which
-    its owner asks for too as far as it knows of them (`excluded_slots`)."""
-    return request.attempt >= _SUSPECT_ATTEMPT
+    model: str
+    role: WorkerRole
+    is_missing: bool
 
 
 class Router:
-    """The live workers by model."""
+    """`ways` counts the requests that were dispatched in fleets with prefill and decode slots, by their way.
+    `changes` are to be drained."""
 
     def __init__(self, policy: RoutingPolicy | None = None) -> None:
         self.policy = policy or RoutingPolicy()
+        self.reservations = Reservations()
+        self.ways: Counter[Way] = Counter()
+        self.changes: list[PoolChange] = []
         self._workers: dict[int, Worker] = {}
         self._by_model: dict[str, list[Worker]] = {}
+        self._pools: dict[str, Pools] = {}
+        self._ever_missing: set[tuple[str, WorkerRole]] = set()
 
     def update(self, members: Iterable[Member]) -> None:
         """Takes the workers that live now; what was in flight to others is forgotten with them."""
@@ -115,6 +77,9 @@ class Router:
                 self._by_model.setdefault(worker.status.model, []).append(worker)
         for same in self._by_model.values():
             _compare(same)
+        self._part()
+        if self.reservations:
+            self.reservations.retain(workers)
 
     @property
     def num_workers(self) -> int:
@@ -143,56 +108,52 @@ class Router:
     ) -> Worker | Blocked:
         """The worker with room for the request that has the best score.
 
-        `prefix` None: the cache says nothing. `share` None: all room is this process's. O(workers), a
-        microsecond each: all are scored, and from the best on asked for room until one has it.
+        `prefix` None: the cache says nothing. `share` None: all room is this process's. Whatever its role,
+        the worker is to have all of the request: see `route`.
         """
-        policy, priority = self.policy, request.priority
-        known = prefix if policy.affinity else None
-        whole = num_tokens(request, expected_output_tokens)
-        to_compute = whole - expected_output_tokens
+        known = prefix if self.policy.affinity else None
         workers = self._by_model.get(request.model, [])
-        if request.excluded_slots or request.lost_epochs:
-            excluded, lost = request.excluded_slots, request.lost_epochs
-            workers = [w for w in workers if w.slot not in excluded and w.epoch not in lost]
-        some = [w for w in workers if whole <= w.free_tokens or w.lower(priority) is not None]
-        cached = repeat(0) if known is None else cached_tokens_at(some, known)
-        scores = [
-            (
-                score(policy, worker.load, to_compute, tokens, worker.prefill_slowness)
-                + (0.0 if whole <= worker.free_tokens else _PREEMPTS),
-                index,
-            )
-            for index, (worker, tokens) in enumerate(zip(some, cached, strict=False))
-        ]
-        if is_suspect(request):
-            own = {request.request_id}
-            scores = [(p + _APART if some[i].suspects - own else p, i) for p, i in scores]
-        scores.sort()
+        return best_of(self.policy, workers, request, expected_output_tokens, known, share)
 
-        def with_room() -> Iterator[tuple[float, Worker]]:
-            for points, index in scores:
-                worker = some[index]
-                if worker.fits(request) and worker.room(request, expected_output_tokens, share):
-                    yield points, worker
+    def route(
+        self,
+        request: InferenceRequest,
+        expected_output_tokens: int,
+        prefix: PromptPrefix | None = None,
+        share: Share | None = None,
+    ) -> Route | Blocked:
+        """Which worker, or which two, take the request. As `choose` where all workers are unified."""
+        if (pools := self._pools.get(request.model)) is not None:
+            return route(self.policy, pools, request, expected_output_tokens, prefix, share)
+        worker = self.choose(request, expected_output_tokens, prefix, share)
+        return worker if isinstance(worker, Blocked) else Route(Way.UNIFIED, worker)
 
-        rated = with_room()
-        first = next(rated, None)
-        if first is None:
-            return Blocked.NO_ROOM if any(w.fits(request) for w in workers) else Blocked.NO_WORKER
-        return policy.pick(request, chain((first,), rated), known)
+    def rivals(self, chosen: Route, model: str) -> list[Worker]:
+        """Whom `chosen.worker` was chosen among."""
+        if (pools := self._pools.get(model)) is None:
+            return self.workers(model)
+        for pair in pools.pairs:
+            for pool in (pair.prefill, pair.decode):
+                if chosen.worker in pool:
+                    return pool
+        return pools.whole
 
-    def candidates(self, item: QueuedRequest, most: int) -> list[Worker]:
+    def candidates(
+        self, item: QueuedRequest, most: int, among: list[Worker] | None = None, part: Part = Part.WHOLE
+    ) -> list[Worker]:
         """The least loaded that have room for it, `most` of them; free room, if there is any."""
         request, expected = item.request, item.expected_output_tokens
+        if part is Part.PREFILL:
+            expected = 1
         whole = num_tokens(request, expected)
-        by_load = sorted(self.workers(request.model), key=_load)
+        by_load = sorted(self.workers(request.model) if among is None else among, key=_load)
         for room in (Room.FREE, Room.TAKEN):
             fit = (
                 worker
                 for worker in by_load
                 if (whole <= worker.free_tokens) is (room is Room.FREE)
-                and worker.fits(request)
-                and worker.room(request, expected, None) is room
+                and worker.fits(request, part)
+                and worker.room(request, expected, None, part) is room
             )
             if found := list(islice(fit, most)):
                 return found
@@ -222,11 +183,55 @@ class Router:
             worker.suspects.add(request.request_id)
         return entry
 
+    def dispatch_along(
+        self,
+        chosen: Route,
+        request: InferenceRequest,
+        expected_output_tokens: int,
+        prefix: PromptPrefix | None,
+        expires_at: int,
+    ) -> InFlight:
+        """Counts the request where its route goes; at a decode slot until its KV is there, or
+        `expires_at`."""
+        if self._pools:
+            self.ways[chosen.way] += 1
+        if chosen.decode is None:
+            return self.dispatch(chosen.worker, request, expected_output_tokens, prefix)
+        # Blocks at decode are taken before anything is asked of prefill.
+        self.reservations.take(chosen.worker, chosen.decode, request, expected_output_tokens, expires_at)
+        if is_suspect(request):
+            chosen.decode.suspects.add(request.request_id)
+        return self.dispatch(chosen.worker, request, 1, prefix)
+
+    def missing(self, model: str) -> frozenset[WorkerRole]:
+        """Roles that workers of the model lack a partner of."""
+        pools = self._pools.get(model)
+        return pools.missing if pools is not None else frozenset()
+
+    def pool_states(self) -> Iterator[tuple[str, WorkerRole, bool]]:
+        """By model and role whether it is missed, of those that ever were."""
+        for model, role in sorted(self._ever_missing):
+            yield model, role, role in self.missing(model)
+
+    def _part(self) -> None:
+        """Parts each model's workers by role."""
+        before, self._pools = self._pools, {}
+        for model, same in self._by_model.items() if self.policy.hop.enabled else ():
+            if (pools := Pools.of(same)) is not None:
+                self._pools[model] = pools
+        for model in before.keys() | self._pools.keys():
+            old = before[model].missing if model in before else frozenset()
+            new = self.missing(model)
+            self._ever_missing |= {(model, role) for role in new}
+            self.changes += [PoolChange(model, role, role in new) for role in sorted(old ^ new)]
+
     def billed(self, slot: int, epoch: int, request_id: bytes) -> None:
         """A usage row: the request does no harm to that run any more."""
         worker = self._workers.get(slot)
         if worker is not None and worker.epoch == epoch:
             worker.suspects.discard(request_id)
+        if self.reservations:
+            self.reservations.release(request_id)
 
     def ended(self, slot: int, epoch: int, priority: int, tokens: int) -> None:
         """A request of `tokens` (prompt and output) that this router dispatched has ended at that run."""

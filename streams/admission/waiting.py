@@ -9,13 +9,24 @@ from streams.admission.refusal import Refusal
 
 
 @dataclass(frozen=True, slots=True)
+class HandoffPolicy:
+    """From its Dispatch on: how long prefill waits for the blocks that it asks decode for, and when a handoff
+    has ended in one way or another (ms). A place at decode is kept until then at the longest."""
+
+    reserve_ms: int = 500
+    lease_ms: int = 10_000
+
+
+@dataclass(frozen=True, slots=True)
 class WaitingPolicy:
-    """Bounds per model and class, in requests and tokens; the wait for any worker at all in ms; overload."""
+    """Bounds per model and class, in requests and tokens; the wait for any worker at all in ms; overload; how
+    long a handoff may take."""
 
     max_queued_requests: int = 10_000
     max_queued_tokens: int = 20_000_000
     no_worker_wait_ms: int = 10_000
     overload: OverloadPolicy = field(default_factory=OverloadPolicy)
+    handoff: HandoffPolicy = field(default_factory=HandoffPolicy)
 
 
 def wait_until(policy: WaitingPolicy, request: InferenceRequest) -> int:

@@ -14,7 +14,7 @@ from schemas.priority import PriorityClass
 from schemas.records import Heartbeat, InferenceRequest, WorkerStatus
 from streams.admission.affinity import PromptPrefix, SentPrefixes, cached_tokens
 from streams.admission.in_flight import InFlight
-from streams.admission.room import Lower, Room
+from streams.admission.room import Lower, Part, Room
 from streams.admission.shares import Share
 
 # Queued prompt tokens that weigh as much as a full KV pool or a full batch: a few steps of prefill.
@@ -42,6 +42,7 @@ def _no_counts() -> list[int]:
 class Worker:
     """`suspects` are requests there that runs were lost under before. `heard_at`: broker time of `heartbeat`
     (ms). `prefill_slowness`, `step_slowness`: 1 for the fastest of the model's workers, 2 at half its speed.
+    `reserved`, by request_id, is kept for requests whose KV is to come from a prefill slot.
     `unseen_seqs`: dispatches of other processes that the heartbeat does not count. By class is what has ended
     since it.
 
@@ -61,6 +62,8 @@ class Worker:
     in_flight: tuple[deque[InFlight], ...] = field(default_factory=_empty_mailboxes)
     in_flight_seqs: int = 0
     in_flight_blocks: int = 0
+    reserved: dict[bytes, InFlight] = field(default_factory=dict)
+    reserved_blocks: int = 0
     unseen_seqs: int = 0
     ended_seqs: list[int] = field(default_factory=_no_counts)
     ended_blocks: list[int] = field(default_factory=_no_counts)
@@ -92,13 +95,21 @@ class Worker:
         """Prompt tokens to be computed of what is on its way."""
         return sum(self._in_flight_prefill)
 
-    def fits(self, request: InferenceRequest) -> bool:
+    def fits(self, request: InferenceRequest, part: Part = Part.WHOLE) -> bool:
         """Whether it could run there with nothing else; output is cut at the context's end."""
         prompt, status = len(request.prompt_token_ids), self.status
         longest = min(prompt + request.sampling.max_tokens, status.max_model_len)
+        if part is Part.PREFILL:
+            longest = prompt + len(request.output_token_ids) + 1
         return prompt < status.max_model_len and longest <= self.max_tokens
 
-    def room(self, request: InferenceRequest, expected_output_tokens: int, share: Share | None) -> Room:
+    def room(
+        self,
+        request: InferenceRequest,
+        expected_output_tokens: int,
+        share: Share | None,
+        part: Part = Part.WHOLE,
+    ) -> Room:
         """Whether it could run there now, within this process's share of the room (None: all of it).
 
         What lower classes have is room, too: the worker's scheduler has them give way, the last one first,
@@ -107,7 +118,8 @@ class Worker:
         priority, blocks = request.priority, self.blocks_for(request, expected_output_tokens)
         max_num_seqs = self.status.max_num_seqs
         told_seqs, told_free = self._told_seqs, self._told_free_blocks
-        flying_seqs, flying_blocks = self.in_flight_seqs, self.in_flight_blocks
+        flying_seqs = self.in_flight_seqs + len(self.reserved)
+        flying_blocks = self.in_flight_blocks + self.reserved_blocks
         room = Room.FREE
         if num_tokens(request, expected_output_tokens) > self.free_tokens:
             lower = self.lower(priority)
@@ -122,7 +134,7 @@ class Worker:
             flying_blocks -= lower.flying_blocks
         if priority == PriorityClass.BATCH and not self.spares(blocks):
             return Room.NONE
-        if self.is_behind(request):
+        if part is not Part.DECODE and self.is_behind(request):
             return Room.NONE
         if share is None:
             return room
@@ -153,7 +165,7 @@ class Worker:
         if not any(status.num_waiting[:up_to]) and not any(self.in_flight[:up_to]):
             return False
         most = max(PREFILL_SCALE, PREFILL_AHEAD_S * status.prefill_tokens_per_s)
-        ahead = self._prefill_ahead(request.priority)
+        ahead = self.prefill_ahead(request.priority)
         # Each running sequence counts one token among them: its next.
         ahead -= sum(load.num_running for load in status.by_class[:up_to])
         own = len(request.prompt_token_ids) + len(request.output_token_ids)
@@ -174,7 +186,7 @@ class Worker:
         status = self.status
         if status.prefill_tokens_per_s <= 0:
             return None
-        tokens += self._prefill_ahead(priority)
+        tokens += self.prefill_ahead(priority)
         return tokens * 1_000 / status.prefill_tokens_per_s + status.step_time_ms
 
     def update(self, heartbeat: Heartbeat, status: WorkerStatus, heard_at: int) -> None:
@@ -183,6 +195,9 @@ class Worker:
             self.sent.told()
         self.heartbeat, self.status, self.heard_at = heartbeat, status, heard_at
         self.ended_seqs, self.ended_blocks = _no_counts(), _no_counts()
+        if self.reserved:
+            for request_id in status.handoffs:
+                self.release(request_id)
         for priority, dispatched in enumerate(self.in_flight):
             while (
                 dispatched
@@ -209,6 +224,20 @@ class Worker:
         self._in_flight_prefill[entry.priority] += entry.prefill_tokens
         self._in_flight_blocks[entry.priority] += entry.blocks
         self._sum_up()
+
+    def reserve(self, request_id: bytes, entry: InFlight) -> None:
+        """Keeps a place for a request until its KV is there. One that the heartbeat counts has its own."""
+        if request_id not in self.status.handoffs:
+            self.release(request_id)
+            self.reserved[request_id] = entry
+            self.reserved_blocks += entry.blocks
+            self._sum_up()
+
+    def release(self, request_id: bytes) -> None:
+        """Fine for one that has no place."""
+        if (entry := self.reserved.pop(request_id, None)) is not None:
+            self.reserved_blocks -= entry.blocks
+            self._sum_up()
 
     def ended(self, priority: int, tokens: int) -> None:
         """A sequence of `tokens` that the heartbeat counts, or will, is gone."""
@@ -245,10 +274,15 @@ class Worker:
         claimed = -(-status.queued_prefill_tokens // status.block_size)
         return status.free_blocks - claimed + sum(self.ended_blocks)
 
-    def _prefill_ahead(self, priority: int) -> int:
+    def prefill_ahead(self, priority: int) -> int:
         """Prompt tokens that are computed before those of a request of the class that comes now."""
         told = sum(load.prefill_tokens for load in self.status.by_class[: priority + 1])
         return told + sum(self._in_flight_prefill[: priority + 1])
+
+    def queued_tokens(self, priority: int) -> int:
+        """Of `prefill_ahead` those of prompts, without the next token of each sequence that runs."""
+        running = sum(load.num_running for load in self.status.by_class[: priority + 1])
+        return max(0, self.prefill_ahead(priority) - running)
 
     def lower(self, priority: int) -> Lower | None:
         """What lower classes have there. None: nothing, or the heartbeat does not say."""
@@ -292,11 +326,12 @@ class Worker:
     def _sum_up(self) -> None:
         """Follows each change of what it is made from."""
         status = self.status
-        self.num_seqs = max(0, self._told_seqs + self.in_flight_seqs + self.unseen_seqs)
+        self.num_seqs = max(0, self._told_seqs + self.in_flight_seqs + self.unseen_seqs) + len(self.reserved)
         taken = self.in_flight_blocks
         if self.unseen_seqs and self.in_flight_seqs:
             # Those of others are taken to be like ours.
             taken += taken * self.unseen_seqs // self.in_flight_seqs
+        taken += self.reserved_blocks
         free = self.free_blocks = min(status.num_blocks, self._told_free_blocks - taken)
         if self.num_seqs >= status.max_num_seqs or free < 0:
             self.free_tokens = 0
