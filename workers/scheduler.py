@@ -121,17 +121,43 @@ class Scheduler:
             if request.attempt <= known.attempt:
                 return []
             outputs.append(self._end(known, FinishReason.SUPERSEDED))
-        self._arrivals += 1
-        request.arrival = self._arrivals
-        context_left = self.config.max_model_len - len(request.prompt_token_ids)
-        request.max_output_tokens = min(request.sampling.max_tokens, context_left)
-        self._requests[request.request_id] = request
+        self._register(request)
         self._waiting.append(request)
         if reason := self._stopping.finish_reason(request):
             outputs.append(self._end(request, reason))
         elif error := self._refusal(request):
             outputs.append(self._end(request, FinishReason.ERROR, error))
         return outputs
+
+    def adopt(self, request: Request, block_table: list[int]) -> bool:
+        """Goes on with a request whose prompt another engine computed: its KV is in `block_table`, whose
+        blocks are held for it, and its first token is among its output.
+
+        False, with nothing changed, while all places are taken. Raises ValueError for what is not at its
+        first decode, or has too few or too many blocks.
+        """
+        num_computed = request.num_tokens - 1
+        if len(block_table) != self.kv_cache_manager.num_blocks_for(num_computed):
+            raise ValueError(f"{len(block_table)} blocks are not those of {num_computed} tokens")
+        if num_computed < len(request.prompt_token_ids):
+            raise ValueError(f"request {request.request_id.hex()} has no first token")
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id.hex()} is here already")
+        if self.running.num_seats + request.num_seats > self.config.max_num_seqs:
+            return False
+        self._register(request)
+        request.block_table, request.num_computed_tokens = block_table, num_computed
+        request.transition_to(RequestStatus.RUNNING)
+        self.running.add(request, self.budget.expected_blocks(request))
+        self.kv_cache_manager.cache_computed(request)
+        return True
+
+    def _register(self, request: Request) -> None:
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        context_left = self.config.max_model_len - len(request.prompt_token_ids)
+        request.max_output_tokens = min(request.sampling.max_tokens, context_left)
+        self._requests[request.request_id] = request
 
     def abort(self, request_id: bytes, attempt: int) -> RequestOutput | None:
         """Ends the request if its attempt is at most `attempt`; its blocks are free when this returns."""
