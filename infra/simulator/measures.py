@@ -60,6 +60,17 @@ class GapLog:
         self.count.extend([count] * len(at))
 
 
+@dataclass(frozen=True, slots=True)
+class HandoffTimes:
+    """Of one whose prompt was computed at `computed_at`: bytes sent, how long sending went on after that, and
+    how long until decode had the request (s)."""
+
+    computed_at: float
+    num_bytes: float
+    visible_s: float
+    handed_over_s: float
+
+
 @dataclass(slots=True)
 class Sample:
     """The fleet at one time, as its heartbeats tell. `kv_use` is 0 … 1 of each worker that lives, by slot."""
@@ -81,6 +92,7 @@ class Measures:
     flights: list[Flight] = field(default_factory=list)
     gaps: dict[str, tuple[GapLog, ...]] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
+    handoffs: list[HandoffTimes] = field(default_factory=list)
     num_retries: int = 0
     num_preemptions: int = 0
     num_steps: int = 0

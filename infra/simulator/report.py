@@ -32,6 +32,7 @@ def figures(scenario: Scenario, measures: Measures) -> dict[str, Any]:
         by_traffic[flight.arrival.traffic].append(flight)
         by_tenant[flight.arrival.tenant].append(flight)
     span = scenario.duration - scenario.warm_up
+    handoffs = _handoffs(scenario, measures)
     return {
         "duration_s": scenario.duration,
         "seed": scenario.seed,
@@ -43,6 +44,7 @@ def figures(scenario: Scenario, measures: Measures) -> dict[str, Any]:
         "tenants": {name: _of_tenant(some, span) for name, some in sorted(by_tenant.items())},
         "token_gap_ms": _token_gaps(scenario, measures),
         "fleet": _of_fleet(scenario, measures, flights),
+        **({} if handoffs is None else {"handoffs": handoffs}),
         "series": series(scenario, measures),
     }
 
@@ -98,6 +100,20 @@ def _token_gaps(scenario: Scenario, measures: Measures) -> dict[str, Any]:
             if inside.any():
                 found[model][priority.label] = percentiles(1000 * gap[inside], count[inside])
     return found
+
+
+def _handoffs(scenario: Scenario, measures: Measures) -> dict[str, Any] | None:
+    """`visible_ms`: how long a transfer went on when the prompt was computed; `handed_over_ms`: until decode
+    had the request. None where none was made."""
+    some = [h for h in measures.handoffs if scenario.warm_up <= h.computed_at < scenario.duration]
+    if not some:
+        return None
+    return {
+        "count": len(some),
+        "gb_per_s": sum(h.num_bytes for h in some) / 1e9 / (scenario.duration - scenario.warm_up),
+        "visible_ms": percentiles([1000 * h.visible_s for h in some]),
+        "handed_over_ms": percentiles([1000 * h.handed_over_s for h in some]),
+    }
 
 
 def _of_fleet(scenario: Scenario, measures: Measures, flights: list[Flight]) -> dict[str, Any]:

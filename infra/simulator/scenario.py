@@ -11,7 +11,10 @@ from msgspec import Meta, Struct
 
 from infra.simulator.measured import MeasuredCosts
 from schemas.config import PREFIX, from_env
+from schemas.handoff_records import WorkerRole
+from schemas.records import KVLayout
 from streams.admission.config import AdmissionConfig
+from workers.block_pool import BLOCK_SIZE
 from workers.config import WorkerConfig
 from workers.roofline import DEVICES, MODELS, DType, Roofline, StepCosts
 from workers.scheduler_config import SchedulerConfig, gpu_max_num_seqs
@@ -59,7 +62,8 @@ class Measured(Struct, forbid_unknown_fields=True, frozen=True):
 
 class Workers(Struct, forbid_unknown_fields=True, frozen=True):
     """`count` workers, each on `tensor_parallel` GPUs of which it has `memory_share`, or as `measured`. Slots
-    are in order."""
+    are in order. `transfer_gb_s`: at which one sends and receives KV, in GB/s; 50 is a 400 Gbit/s network
+    interface."""
 
     model: str
     gpu: str | None = None
@@ -75,6 +79,8 @@ class Workers(Struct, forbid_unknown_fields=True, frozen=True):
     hold_batch_in_prefill: bool = WorkerConfig.hold_batch_in_prefill
     prefix_caching: str = WorkerConfig.prefix_caching
     swap_memory_mib: Annotated[int, Meta(ge=0)] = WorkerConfig.swap_memory_mib
+    role: WorkerRole = WorkerRole.UNIFIED
+    transfer_gb_s: Positive = 50.0
 
 
 class TenantPlan(Struct, forbid_unknown_fields=True, frozen=True):
@@ -199,6 +205,16 @@ def admission_config(policy: Mapping[str, bool | int | float | str]) -> Admissio
     """Raises ConfigError for settings that admission has not, or that are wrong."""
     environ = {f"{PREFIX}{name.upper()}": str(value) for name, value in policy.items()}
     return from_env(AdmissionConfig, environ | {f"{PREFIX}KAFKA": "none"})
+
+
+def kv_layout(model: Model, workers: Workers) -> KVLayout | None:
+    """What its heartbeats tell; None where it takes part in no handoff."""
+    if workers.role is WorkerRole.UNIFIED or model.shape is None:
+        return None
+    shape = MODELS[model.shape]
+    dtype = "bfloat16" if model.kv_dtype is DType.BF16 else "float8_e4m3fn"
+    heads = shape.num_kv_heads, shape.head_dim
+    return KVLayout(BLOCK_SIZE, dtype, workers.tensor_parallel, shape.num_layers, *heads)
 
 
 def step_costs(model: Model, workers: Workers) -> StepCosts:

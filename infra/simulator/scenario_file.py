@@ -17,6 +17,7 @@ from infra.simulator.scenario import (
     scheduler_config,
     step_costs,
 )
+from schemas.handoff_records import WorkerRole
 from schemas.priority import PriorityClass
 from schemas.records import ClassLimits
 from schemas.topics import check_tenant
@@ -101,6 +102,8 @@ def _worker_errors(scenario: Scenario, workers: Workers) -> list[str]:
             return ["swap_memory_mib: must be 0 where a worker is measured"]
         if not measured.step_ms + measured.seq_ms:
             return ["measured.step_ms: must be above 0 where seq_ms is 0"]
+        if workers.role is not WorkerRole.UNIFIED:
+            return ["role: a worker that is measured is unified: what its KV weighs is not known"]
     if workers.prefix_caching not in ("tenant", "shared", "off"):
         return [f"prefix_caching: {workers.prefix_caching!r} is none of tenant, shared, off"]
     return _raised("tensor_parallel", partial(step_costs, model, workers)) or _raised(

@@ -13,12 +13,14 @@ from pathlib import Path
 
 from infra.simulator.admission_driver import AdmissionDriver, milliseconds
 from infra.simulator.backlog import BacklogCoordinator
+from infra.simulator.handoffs import Handoff, Handoffs
 from infra.simulator.measures import Flight, Measures, Sample
-from infra.simulator.scenario import Failure, Model, Scenario, Workers
-from infra.simulator.worker import Ended, SimulatedWorker
+from infra.simulator.scenario import Failure, Model, Scenario, Workers, kv_layout
+from infra.simulator.worker import TOKEN_ID, Ended, SimulatedWorker
 from infra.simulator.workload import Arrival, arrivals
 from schemas.fleet import HEARTBEAT_INTERVAL_S
-from schemas.records import Heartbeat, InferenceRequest, Rejected, Usage
+from schemas.handoff_records import WorkerRole
+from schemas.records import Dispatch, Heartbeat, InferenceRequest, Pairing, Rejected, Usage
 from streams.admission.actions import Action, Assign, Reply
 
 _STEP, _RECORD, _CLOCK = range(3)
@@ -69,6 +71,9 @@ class Simulation:
         self._delivered: dict[bytes, list[int]] = {}
         self._silent: list[tuple[int, int]] = []
         self._backlogs: dict[str, BacklogCoordinator] = {}
+        self._handoffs: Handoffs | None = None
+        if any(workers.role is not WorkerRole.UNIFIED for workers in scenario.fleet):
+            self._handoffs = Handoffs(self.measures, self._hop_s, self._call)
 
     def run(self) -> Measures:
         """Raises ValueError for a bad line of a trace."""
@@ -107,6 +112,9 @@ class Simulation:
         """`order` of events of a kind at one time, where it must not be that of their announcements."""
         self._num_events += 1
         heapq.heappush(self._events, (at, kind, order, self._num_events, call))
+
+    def _call(self, at: float, call: Callable[[], None]) -> None:
+        self._at(max(self.now, at), _RECORD, call)
 
     def _after_hop(self, call: Callable[[], None], num_hops: int = 1) -> None:
         self._at(self.now + num_hops * self._hop_s, _RECORD, call)
@@ -153,6 +161,9 @@ class Simulation:
         flight.slot, flight.epoch, flight.attempt = slot, dispatch.epoch, request.attempt
         if flight.dispatched_at is None:
             flight.dispatched_at = self.now
+        if dispatch.pairing is not None:
+            self._deliver_to_both(dispatch, dispatch.pairing, flight, offset)
+            return
         if dispatch.epoch not in self._bound:  # its owner knows already that the run is lost
             self._retry(request, dispatch.epoch)
             return
@@ -160,6 +171,29 @@ class Simulation:
         worker = self._workers.get(slot)
         if worker is not None and worker.epoch == dispatch.epoch:
             worker.dispatch(dispatch, flight, offset, self.now)
+
+    def _deliver_to_both(self, dispatch: Dispatch, pairing: Pairing, flight: Flight, offset: int) -> None:
+        """Its owner is bound to decode's run, and retries as well while it has heard of prefill's alone."""
+        request, handoffs = dispatch.request, self._handoffs
+        flight.slot, flight.epoch = pairing.decode_slot, pairing.decode_epoch
+        assert handoffs is not None
+        for epoch in (pairing.decode_epoch, dispatch.epoch):
+            if epoch not in self._bound:
+                self._retry(request, epoch)
+                return
+        prefill, decode = self._workers.get(dispatch.slot), self._workers.get(pairing.decode_slot)
+        if prefill is None or prefill.epoch != dispatch.epoch:
+            self._bound[dispatch.epoch][request.request_id] = request
+            return
+        self._bound[pairing.decode_epoch][request.request_id] = request
+        if decode is None or decode.epoch != pairing.decode_epoch:
+            return
+        assert prefill.handoffs is not None
+        assert decode.handoffs is not None
+        runs = dispatch.epoch, pairing.decode_epoch
+        handoff = Handoff(dispatch, flight, *runs, prefill.handoffs, decode.handoffs, TOKEN_ID)
+        handoffs.begin(handoff, self.now)
+        prefill.dispatch(dispatch, flight, offset, self.now, handoff)
 
     def _refused(self, record: Rejected) -> None:
         flight = self._flights[record.request_id]
@@ -190,8 +224,20 @@ class Simulation:
         model, workers = self._slots[slot]
         epoch = self._admission.start_worker(slot)
         self._bound[epoch] = {}
+        layout = kv_layout(model, workers)
+        handoffs = None if layout is None else self._handoffs
+        if handoffs is not None and layout is not None:
+            handoffs.add_worker(epoch, workers.transfer_gb_s * 1e9, layout.num_layers)
         self._workers[slot] = SimulatedWorker(
-            slot, epoch, model, workers, self.measures, self._call_at, self._on_ended, leap=self._leap
+            slot,
+            epoch,
+            model,
+            workers,
+            self.measures,
+            self._call_at,
+            self._on_ended,
+            handoffs,
+            leap=self._leap,
         )
 
     def _call_at(self, worker: SimulatedWorker, at: float) -> None:
@@ -207,7 +253,7 @@ class Simulation:
         rows = []
         for end in ended:
             request, flight = end.request, end.flight
-            self._bound[worker.epoch].pop(request.request_id, None)
+            self._unbind(request.request_id, worker.epoch)
             flight.num_cached_tokens = request.num_cached_tokens
             if end.error:
                 flight.failed = end.error
@@ -286,7 +332,15 @@ class Simulation:
         self._carry_out(self._admission.on_left(slot, epoch, self.now))
         self._lose(epoch)
 
+    def _unbind(self, request_id: bytes, epoch: int) -> None:
+        """It ended in that run, which may have been asked for its prompt only."""
+        if self._bound[epoch].pop(request_id, None) is None and self._handoffs is not None:
+            for bound in self._bound.values():
+                bound.pop(request_id, None)
+
     def _lose(self, epoch: int) -> None:
+        if self._handoffs is not None:
+            self._handoffs.lost(epoch, self.now)
         for request in self._bound.pop(epoch).values():
             self._retry(request, epoch)
 

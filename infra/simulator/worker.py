@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 from infra.simulator.decode_run import DecodeRun
 from infra.simulator.engine import make_scheduler
+from infra.simulator.handoffs import Handoff, Handoffs
 from infra.simulator.measures import Flight, Measures
-from infra.simulator.scenario import Model, Workers, step_costs
+from infra.simulator.scenario import Model, Workers, kv_layout, step_costs
+from infra.simulator.worker_handoffs import WorkerHandoffs
 from schemas.priority import PriorityClass
 from schemas.records import ClassLoad, Dispatch, WorkerStatus
 from workers.batch import RunnerOutput, SchedulerOutput
+from workers.block_pool import BLOCK_SIZE
 from workers.request import FinishReason, Request, RequestOutput
 from workers.request_factory import make_request
 from workers.simulated_runner import SimulatedRunner
@@ -60,6 +63,7 @@ class SimulatedWorker:
         measures: Measures,
         call_at: Callable[["SimulatedWorker", float], None],
         on_ended: Callable[["SimulatedWorker", list[Ended], float], None],
+        handoffs: Handoffs | None = None,
         *,
         leap: bool,
     ) -> None:
@@ -73,7 +77,21 @@ class SimulatedWorker:
         self._leap = leap
         self._runner = SimulatedRunner(vocab_size=TOKEN_ID + 1, roofline=self.costs)
         self.scheduler = make_scheduler(model, workers, self.costs, EOS_TOKEN_ID)
-        self._inbox: deque[tuple[Request, int]] = deque()
+        self._inbox: deque[tuple[Request, int | None]] = deque()
+        self._posted: deque[Callable[[float], None]] = deque()
+        self._is_dead = False
+        self.handoffs: WorkerHandoffs | None = None
+        if handoffs is not None:
+            kv_bytes = self.costs.bytes_per_block / BLOCK_SIZE
+            self.handoffs = WorkerHandoffs(
+                handoffs,
+                self.scheduler,
+                kv_bytes,
+                EOS_TOKEN_ID,
+                self._post,
+                self._take_over,
+                self._take_whole,
+            )
         self._flights: dict[bytes, Flight] = {}
         self._num_output_tokens: dict[bytes, int] = {}
         self._read_offsets = [0] * len(PriorityClass)
@@ -85,11 +103,26 @@ class SimulatedWorker:
 
     # Events
 
-    def dispatch(self, dispatch: Dispatch, flight: Flight, offset: int, now: float) -> None:
-        """A dispatch that was read from `offset` of its mailbox partition."""
-        request = make_request(dispatch, is_valid=True)
+    def dispatch(
+        self, dispatch: Dispatch, flight: Flight, offset: int, now: float, handoff: Handoff | None = None
+    ) -> None:
+        """A dispatch that was read from `offset` of its mailbox partition. `handoff`: of its prompt alone."""
+        if handoff is None:
+            request = make_request(dispatch, is_valid=True)
+        else:
+            assert self.handoffs is not None
+            request = self.handoffs.computes(handoff)
         self._flights[request.request_id] = flight
         self._inbox.append((request, offset))
+        self._wake(now)
+
+    def _post(self, call: Callable[[float], None], now: float) -> None:
+        """Has the engine call it between two steps."""
+        if not self._is_dead:
+            self._posted.append(call)
+            self._wake(now)
+
+    def _wake(self, now: float) -> None:
         if self._run is not None:
             self._run.cut(now)
             self._announce(self._run.ends[-1])
@@ -104,6 +137,8 @@ class SimulatedWorker:
             batch, seconds = self._step
             self._step = None
             tokens = [self._next_token(s.request) if s.samples else None for s in batch.scheduled]
+            if self.handoffs is not None:
+                self.handoffs.on_step(batch, tokens, now - seconds, now)
             outputs = self.scheduler.update_from_output(batch, RunnerOutput(tokens))
             self.scheduler.observe(batch, seconds)
             self._measures.num_steps += 1
@@ -120,6 +155,8 @@ class SimulatedWorker:
         # In a leap each request lacks one token.
         uncomputed = look.num_running if self._run is not None else self.scheduler.num_uncomputed_tokens()
         pool, meter = self.scheduler.kv_cache_manager.pool, self.scheduler.meter
+        handoffs = self.handoffs
+        num_running += 0 if handoffs is None else handoffs.num_kept
         return WorkerStatus(
             model=self._workers.model,
             max_model_len=self._model.max_model_len,
@@ -140,11 +177,16 @@ class SimulatedWorker:
             prefix_sketch=self._sketch(now),
             by_class=list(map(ClassLoad, look.num_running, look.own_blocks, uncomputed)),
             num_gpus=self._workers.tensor_parallel,
+            worker_role=self._workers.role,
+            kv_layout=kv_layout(self._model, self._workers),
+            transfer_bytes_per_s=0.0 if handoffs is None else self._workers.transfer_gb_s * 1e9,
+            handoffs=[] if handoffs is None else handoffs.told(now),
         )
 
     def die(self, now: float) -> list[tuple[Request, list[int]]]:
         """Ends this run; the requests that were here, each with its output so far."""
         self.finish(now)
+        self._is_dead = True
         here = [*self.scheduler.requests, *(request for request, _ in self._inbox)]
         return [(request, list(request.output_token_ids)) for request in here]
 
@@ -162,7 +204,7 @@ class SimulatedWorker:
     def _begin(self, now: float) -> None:
         """The next step, or leap, if there is anything to do."""
         if self._run is not None:
-            if not self._inbox and self._go_on(now):
+            if not self._inbox and not self._posted and self._go_on(now):
                 return
             self._close_run()
         self._take_inbox(now)
@@ -234,17 +276,40 @@ class SimulatedWorker:
         flight = self._flights[request.request_id]
         flight.num_tokens, flight.last_token_at = len(request.output_token_ids), self._run_at
 
+    def _take_over(self, request: Request, flight: Flight, now: float) -> None:
+        """A request whose prompt another worker computed runs here now, with its first token."""
+        self._flights[request.request_id] = flight
+        self._num_output_tokens[request.request_id] = min(
+            flight.arrival.num_output_tokens, request.max_output_tokens
+        )
+        position = len(request.output_token_ids) - 1
+        self._tell([RequestOutput(request, position, request.output_token_ids[position:])], now)
+
+    def _take_whole(self, request: Request, flight: Flight) -> None:
+        self._flights[request.request_id] = flight
+        self._inbox.append((request, None))
+
     def _take_inbox(self, now: float) -> None:
+        while self._posted:
+            self._posted.popleft()(now)
+        if self.handoffs is not None:
+            self.handoffs.adopt_ready(now)
         inbox = self._inbox
         while inbox:
             request, offset = inbox.popleft()
-            self._read_offsets[request.priority] = offset + 1
+            if offset is not None:
+                self._read_offsets[request.priority] = offset + 1
             outputs = self.scheduler.add_request(request)
             ends = self._flights[request.request_id].arrival.num_output_tokens
-            self._num_output_tokens[request.request_id] = min(ends, request.max_output_tokens)
+            most = request.max_output_tokens
+            if self.handoffs is not None:
+                most = self.handoffs.max_tokens(request) or most
+            self._num_output_tokens[request.request_id] = min(ends, most)
             self._tell(outputs, now)
 
     def _tell(self, outputs: list[RequestOutput], now: float) -> None:
+        if self.handoffs is not None:
+            outputs = self._own_outputs(self.handoffs, outputs, now)
         flights, measures = self._flights, self._measures
         token_log = measures.token_log
         together: dict[tuple[PriorityClass, float], int] = {}
@@ -268,6 +333,22 @@ class SimulatedWorker:
             self._gaps[priority].add(now, now - last, num_seqs)
         if ended:
             self._report(ended, now)
+
+    def _own_outputs(
+        self, handoffs: WorkerHandoffs, outputs: list[RequestOutput], now: float
+    ) -> list[RequestOutput]:
+        """Those that are told here; an error is, wherever the request was to go."""
+        own = []
+        for output in outputs:
+            request = output.request
+            if output.finish_reason is FinishReason.ERROR:
+                handoffs.ends_here(request, now)
+            if handoffs.is_for_another(request):
+                if output.finish_reason is not None:
+                    del self._flights[request.request_id], self._num_output_tokens[request.request_id]
+            elif output.finish_reason is not FinishReason.SUPERSEDED:
+                own.append(output)
+        return own
 
     def _report(self, ended: list[Ended], now: float) -> None:
         for end in ended:

@@ -37,6 +37,7 @@ def test_every_scenario_of_the_repository_can_be_read() -> None:
     found = {path.stem: load_scenario(path) for path in SCENARIOS.glob("*.yaml")}
     assert set(found) == {
         "greedy_tenant",
+        "long_prompts",
         "node_failure",
         "one_node",
         "shared_prompts",
