@@ -4,9 +4,9 @@
 
 `--only simulated`: a fleet of GPUs in virtual time, with the shipped decisions and scheduler. `itl_p99_ms` is
 the time between tokens of steady streams while long prompts come, on the same GPUs three ways;
-`transfer_visible_ms` is how long the KV of a 70b model's 2,000-token prompt is still being sent when the prompt
-is computed, at 50 GB/s; `pool_ratio` compares the ratio that follows from the two rates with half and half;
-`one_node` is 8 GPUs both ways, by length of the prompts, load, and inter-token target.
+`transfer_visible_ms` is how long the KV of a 70b model's 2,000-token prompt is still being sent when the
+prompt is computed, at 50 GB/s; `pool_ratio` compares the ratio that follows from the two rates with half and
+half; `one_node` is 8 GPUs both ways, by length of the prompts, load, and inter-token target.
 """
 
 import argparse

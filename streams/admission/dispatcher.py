@@ -177,8 +177,8 @@ class Dispatcher:
         )
 
     async def _announce_pool(self, change: PoolChange) -> None:
-        what = "lack a partner of role" if change.is_missing else "have a partner again of role"
-        log.warning("model %s: workers %s %s", change.model, what, change.role)
+        what = "workers lack" if change.is_missing else "no worker lacks any more"
+        log.warning("model %s: %s a partner of role %s", change.model, what, change.role)
         await self._tell(Unpaired(change.model, change.role, change.is_missing, *self._own_run()))
 
     async def _tell(self, event: Shedding | Unpaired) -> None:

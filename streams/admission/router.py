@@ -33,7 +33,7 @@ _load = attrgetter("load")
 
 @dataclass(frozen=True, slots=True)
 class PoolChange:
-    """Workers of a model lack a partner of `role` from now on (`is_missing`), or have one again."""
+    """Workers of a model lack a partner of `role` from now on (`is_missing`), or none does any more."""
 
     model: str
     role: WorkerRole

@@ -61,7 +61,9 @@ async def test_a_handoff_reaches_prefill_and_a_pool_that_goes_is_told_to_all(boo
                 assert (dispatch.slot, dispatch.epoch, dispatch.request) == (0, prefill, request)
                 assert dispatch.pairing is not None
                 assert (dispatch.pairing.decode_slot, dispatch.pairing.decode_epoch) == (1, decode)
-            await client.wait_for(lambda: missing(client)[-2:] == [False, True])
+                told_before = len(missing(client))
+            await client.wait_for(lambda: missing(client)[told_before:])
+            assert missing(client)[-1]
             whole = make_request(prompt_token_ids=[1] * 600)
             await client.send(whole)
             assert (await client.answer(whole, Dispatched)).slot == 0

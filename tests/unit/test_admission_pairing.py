@@ -13,6 +13,7 @@ from streams.admission.choice import RoutingPolicy
 from streams.admission.hop import HopPolicy
 from streams.admission.pairing import Route, Way, kv_bytes_per_token
 from streams.admission.router import Blocked, PoolChange, Router
+from streams.admission.shares import Share
 from tests.admission_harness import MODEL, make_request
 from tests.unit.test_admission_router import member
 
@@ -191,6 +192,21 @@ def test_only_slots_whose_kv_fits_are_paired() -> None:
     assert slots(router_of(prefill(0), decode(1, kv_layout=converted))) == ("handoff", 0, 1)
     # Who tells no layout takes part in no handoff.
     assert route(router_of(prefill(0, kv_layout=None), decode(1, kv_layout=None))).way is Way.UNPAIRED
+
+
+def test_two_processes_share_the_places_at_decode() -> None:
+    fast = {"max_num_seqs": 64, "prefill_tokens_per_s": 1e6}
+    taken = []
+    for share in (Share(0, 100, 200), Share(100, 100, 200)):
+        router = router_of(prefill(0, **fast), decode(1, num_running=4, max_num_seqs=12), spill=False)
+        for _ in range(20):
+            request = make_request(prompt_token_ids=LONG)
+            found = router.route(request, 16, None, share)
+            if isinstance(found, Blocked):
+                break
+            router.dispatch_along(found, request, 16, None, 1_000)
+        taken.append(len(router.reservations))
+    assert taken == [4, 4]
 
 
 def test_switched_off_roles_mean_nothing() -> None:
