@@ -185,6 +185,9 @@ def test_samples_touch_every_block_and_every_layer(num_blocks: int, num_layers: 
     assert {(sample.layer, sample.values) for sample in taken} == {
         (layer, values) for layer in range(num_layers) for values in (False, True)
     }
+    every = list(samples(num_blocks, num_layers, all_of_it=True))
+    assert len(set(every)) == len(every) == num_blocks * num_layers * 2
+    assert set(taken) <= set(every)
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,14 @@ class Sample(NamedTuple):
     values: bool
 
 
-def samples(num_blocks: int, num_layers: int) -> Iterator[Sample]:
+def samples(num_blocks: int, num_layers: int, *, all_of_it: bool = False) -> Iterator[Sample]:
     """What is compared: of every block one layer's keys or values at least, and of every layer's keys and
-    values one block at least. max(num_blocks, 2 × num_layers) of num_blocks × 2 × num_layers in all."""
-    for i in range(max(num_blocks, 2 * num_layers) if num_blocks else 0):
-        part = i % (2 * num_layers)
-        yield Sample(i % num_blocks, part // 2, bool(part % 2))
+    values one block at least: max(num_blocks, 2 × num_layers) of num_blocks × 2 × num_layers. Or all."""
+    num_parts = 2 * num_layers
+    num_samples = max(num_blocks, num_parts) if num_blocks else 0
+    if all_of_it:
+        pairs = [(block, part) for block in range(num_blocks) for part in range(num_parts)]
+    else:
+        pairs = [(i % num_blocks, i % num_parts) for i in range(num_samples)]
+    for block, part in pairs:
+        yield Sample(block, part // 2, bool(part % 2))

@@ -74,10 +74,17 @@ class KVPool:
 
 
 def content_checks(
-    pool: KVPool, place: Place, layout: KVLayout, first_token: int, num_tokens: int
+    pool: KVPool,
+    place: Place,
+    layout: KVLayout,
+    first_token: int,
+    num_tokens: int,
+    *,
+    all_of_it: bool = False,
 ) -> list[ContentCheck]:
     """Of what this rank of prefill sent: digests of the sampled blocks of decode's `layout`, whose first one
-    begins at `first_token`, for each piece of heads that one rank of decode has."""
+    begins at `first_token`, for each piece of heads that one rank of decode has. `all_of_it`: of every block
+    in every layer."""
     if not pool.shape.sends:
         return []
     pieces = sorted(
@@ -89,7 +96,7 @@ def content_checks(
     )
     num_blocks = -(-(num_tokens - first_token) // layout.block_size)
     checks = []
-    for block, layer, values in samples(num_blocks, layout.num_layers):
+    for block, layer, values in samples(num_blocks, layout.num_layers, all_of_it=all_of_it):
         tokens = _tokens_of(block, layout.block_size, first_token, num_tokens)
         for first, count in pieces:
             found = digest(pool.read(place, layer, values, tokens, Heads(first, count)))

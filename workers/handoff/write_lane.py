@@ -21,12 +21,14 @@ class WriteLimits:
     """What is in flight at once to one run of decode: `max_call_bytes`, in `max_call_copies` pieces.
 
     Measured over loopback: larger calls are no faster, and one of these takes 2 to 4 ms, which a stop waits
-    for. `settle_s` is how long the transport may still read source blocks after a call has failed.
+    for. `settle_s` is how long the transport may still read source blocks after a call has failed. With
+    `check_all` decode compares all bytes, else samples.
     """
 
     max_call_bytes: int = 4 << 20
     max_call_copies: int = 64
     settle_s: float = 1.0
+    check_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,9 @@ class WriteLane:
         if job.is_complete:
             layout, first = job.reserved.layout, job.reserved.num_cached_tokens
             source = Place(self._pool.shape, job.block_ids)
-            checks = content_checks(self._pool, source, layout, first, job.num_tokens)
+            checks = content_checks(
+                self._pool, source, layout, first, job.num_tokens, all_of_it=self._limits.check_all
+            )
             self._forget(job)
             self._events.written(job.transfer_id, checks)
         return False
