@@ -5,13 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).parents[1] / "triton"
+FILES = sorted(FOLDER.glob("test_*.py"))
 TIMEOUT_S = 600
 
 
-def test_kernels_equal_their_references_in_the_interpreter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_kernels_and_models_in_the_interpreter(file: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(FOLDER), "-q", f"--basetemp={tmp_path / 'inner'}", "-x"],
+        [sys.executable, "-m", "pytest", str(file), "-q", f"--basetemp={tmp_path / 'inner'}", "-x"],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         cwd=FOLDER.parents[1],
         capture_output=True,
