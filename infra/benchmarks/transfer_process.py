@@ -5,6 +5,7 @@
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -104,7 +105,8 @@ class _Side:
     def fill(self, blocks: list[int], num_tokens: int, seed: int) -> dict[str, Any]:
         random = np.random.default_rng(seed)
         for array in (self.pool.keys, self.pool.values):
-            array[:, blocks] = random.integers(0, 256, array[:, blocks].shape, np.uint8)
+            shape = array[:, blocks].shape
+            array[:, blocks] = np.frombuffer(random.bytes(math.prod(shape)), np.uint8).reshape(shape)
         return {"digest": self._digest(blocks, num_tokens)}
 
     def compare(self, blocks: list[int], num_tokens: int, checks: list[dict[str, Any]]) -> dict[str, Any]:
