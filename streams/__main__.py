@@ -1,6 +1,7 @@
 """`python -m streams admission|ledger`: one of the two stream services. See `--help` of each."""
 
 import gc
+import os
 import sys
 
 _USAGE = "usage: python -m streams admission|ledger [--validate]"
@@ -16,6 +17,9 @@ def main(argv: list[str]) -> int:
 
         return admission(rest)
     if name == "ledger":
+        # How the embedded engine's allocator holds memory; read when it is loaded. By default each core has
+        # four arenas, which keep some of what merges free (100,000 usage rows: 84 MB, and 55 with this).
+        os.environ.setdefault("JE_MALLOC_CONF", "narenas:1,dirty_decay_ms:0,muzzy_decay_ms:0")
         from streams.ledger.app import main as ledger
 
         return ledger(rest)

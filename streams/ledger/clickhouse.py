@@ -7,7 +7,6 @@ them in a thread. Handles of one process share the engine, so a long query holds
 import hashlib
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,7 +34,6 @@ from streams.ledger.sql_guard import (
 from streams.ledger.sql_permissions import Permissions, permissions
 
 CHDB_SCHEME = "chdb://"
-_PURGE_S = 1.0
 _MIGRATION_NAME = re.compile(r"(?P<number>\d{3})_\w+\.sql")
 # A statement ends with a semicolon at the end of a line.
 _STATEMENT_END = re.compile(r";[ \t]*(?:\n|$)")
@@ -92,13 +90,11 @@ class BillingStore:
 
     def __init__(self, dsn: str, *, connect_s: int = 10, answer_s: int = 300) -> None:
         folder = chdb_folder(dsn)
+        timeouts: dict[str, Any] = {}
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        self._embedded = folder is not None
-        self._purged_at = 0.0
-        timeouts: dict[str, Any] = (
-            {} if self._embedded else {"connect_timeout": connect_s, "send_receive_timeout": answer_s}
-        )
+        else:
+            timeouts = {"connect_timeout": connect_s, "send_receive_timeout": answer_s}
         self._client: Client = clickhouse_connect.get_client(dsn=dsn, **timeouts)
 
     def migrate(self, folder: Path) -> list[str]:
@@ -134,7 +130,6 @@ class BillingStore:
             # 1. All versions, for what was not billed. 2. The bill. Who dies between them does both again.
             self._insert("usage_rows", COLUMNS, encoded)
             self._insert("usage", COLUMNS, encoded)
-            self._give_back_memory()
 
     def insert_bill(self, rows: Sequence[UsageRow], table: str) -> None:
         """As `insert`, into a table like headrace.usage alone."""
@@ -164,13 +159,6 @@ class BillingStore:
         self._client.raw_insert(
             f"{DATABASE}.{table}", column_names=columns, insert_block=rows, fmt="JSONCompactEachRow"
         )
-
-    def _give_back_memory(self) -> None:
-        """The engine inside this process keeps what merges free for 5 s: at 1,300 rows a second 50 MB, and 20
-        with this. It takes 4 ms."""
-        if self._embedded and (now := time.monotonic()) - self._purged_at > _PURGE_S:
-            self._purged_at = now
-            self._client.command("SYSTEM JEMALLOC PURGE")
 
     def close(self) -> None:
         self._client.close()
