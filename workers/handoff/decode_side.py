@@ -4,7 +4,7 @@ NOTE: blocks that prefill was told of are given back only when no write may land
 """
 
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import ClassVar, assert_never
 
 from schemas.kv_layout import KVLayout
 from schemas.priority import PriorityClass
@@ -22,6 +22,7 @@ from workers.handoff.effects import (
 )
 from workers.handoff.ended_messages import ended
 from workers.handoff.layout import refusal
+from workers.handoff.side import Side
 from workers.handoff.states import DECODE, Action, Event, State
 from workers.handoff.transfer import Ended, Over, Run, Transfer
 
@@ -41,7 +42,7 @@ class _Incoming:
 
 
 @dataclass(slots=True)
-class DecodeSide:
+class DecodeSide(Side[_Incoming]):
     """The transfers that a run is offered. Not thread-safe.
 
     `ranks` says where its pools are. `landing_s` is how long what was sent may take to land after a failure,
@@ -49,6 +50,8 @@ class DecodeSide:
     `ask_again_s`: how often prefill is asked whether its writes are closed. `remember_s` is longer than any
     message may be late.
     """
+
+    peer_gone: ClassVar[str] = "prefill_gone"
 
     run: Run
     layout: KVLayout
@@ -64,19 +67,9 @@ class DecodeSide:
         self._ended = Ended(self.remember_s)
 
     @property
-    def num_live(self) -> int:
-        """Transfers that are not over, or hold blocks."""
-        return len(self._live)
-
-    @property
     def num_fenced(self) -> int:
         """Transfers that are over, and whose blocks a write may still land in."""
         return sum(i.transfer.is_over for i in self._live.values())
-
-    def state(self, transfer_id: bytes) -> State | None:
-        """Of a transfer that is not forgotten yet."""
-        incoming = self._live.get(transfer_id)
-        return None if incoming is None else incoming.transfer.state
 
     def on_offer(self, offer: Offer, recompute_by: float, now: float) -> list[Effect]:
         """A request with a promise of its KV. A second time: nothing."""
@@ -100,7 +93,7 @@ class DecodeSide:
             return self._handle(incoming, Event.FAILED, now, unfit)
         if transfer.peer in self._over:
             transfer.holds = False
-            return self._handle(incoming, Event.PEER_GONE, now, "prefill_gone")
+            return self._handle(incoming, Event.PEER_GONE, now, self.peer_gone)
         return [Reserve(offer)]
 
     def on_room(
@@ -149,22 +142,6 @@ class DecodeSide:
             event = Event.PEER_BROKE_OFF if told.may_land else Event.PEER_CLOSED
         return self._handle(incoming, event, now, told.reason)
 
-    def on_failed(self, transfer_id: bytes, reason: str, now: float) -> list[Effect]:
-        """Something is wrong with it here: decode computes the request."""
-        return self._named(transfer_id, Event.FAILED, now, reason)
-
-    def cancel(self, transfer_id: bytes, reason: str, now: float) -> list[Effect]:
-        """Nobody wants it any more."""
-        return self._named(transfer_id, Event.CANCELLED, now, reason)
-
-    def on_gone(self, run: Run, now: float) -> list[Effect]:
-        """A run is over: it left, was superseded or is silent."""
-        self._over.note(run)
-        effects: list[Effect] = []
-        for incoming in [i for i in self._live.values() if i.transfer.peer == run]:
-            effects += self._handle(incoming, Event.PEER_GONE, now, "prefill_gone")
-        return effects
-
     def tick(self, now: float) -> list[Effect]:
         """What the clock makes due."""
         effects: list[Effect] = []
@@ -204,10 +181,6 @@ class DecodeSide:
         if checked != set(range(len(incoming.block_ids))):
             return "unchecked_blocks"
         return ""
-
-    def _named(self, transfer_id: bytes, event: Event, now: float, reason: str = "") -> list[Effect]:
-        incoming = self._live.get(transfer_id)
-        return [] if incoming is None else self._handle(incoming, event, now, reason)
 
     def _handle(self, incoming: _Incoming, event: Event, now: float, reason: str = "") -> list[Effect]:
         transfer = incoming.transfer

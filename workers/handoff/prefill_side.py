@@ -5,7 +5,7 @@ has not begun to write, whose last call has returned (`on_written`, `on_closed`)
 """
 
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import ClassVar, assert_never
 
 from schemas.kv_layout import KVLayout
 from schemas.priority import PriorityClass
@@ -15,6 +15,7 @@ from workers.handoff.content import checksum
 from workers.handoff.effects import Effect, FreeBlocks, Send, StartWrites, StopPrefill, StopWrites
 from workers.handoff.ended_messages import ended, unknown
 from workers.handoff.layout import refusal
+from workers.handoff.side import Side
 from workers.handoff.states import PREFILL, Action, Event, State
 from workers.handoff.transfer import Ended, Over, Run, Transfer
 
@@ -46,11 +47,13 @@ class _Outgoing:
 
 
 @dataclass(slots=True)
-class PrefillSide:
+class PrefillSide(Side[_Outgoing]):
     """The transfers that a run offers. `remember_s` is longer than any message may be late.
 
     Not thread-safe.
     """
+
+    peer_gone: ClassVar[str] = "decode_gone"
 
     run: Run
     layout: KVLayout
@@ -61,16 +64,6 @@ class PrefillSide:
 
     def __post_init__(self) -> None:
         self._ended = Ended(self.remember_s)
-
-    @property
-    def num_live(self) -> int:
-        """Transfers that are not over, or hold blocks."""
-        return len(self._live)
-
-    def state(self, transfer_id: bytes) -> State | None:
-        """Of a transfer that is not forgotten yet."""
-        outgoing = self._live.get(transfer_id)
-        return None if outgoing is None else outgoing.transfer.state
 
     def offer(self, dispatch: Dispatch, now: float) -> list[Effect]:
         """A dispatch with a pairing came: offers it, before anything is computed. A second time: nothing."""
@@ -90,7 +83,7 @@ class PrefillSide:
         )
         outgoing = self._live[pairing.transfer_id] = _Outgoing(transfer, dispatch, pairing.lease_ms)
         if transfer.peer in self._over:
-            return self._handle(outgoing, Event.PEER_GONE, now, "decode_gone")
+            return self._handle(outgoing, Event.PEER_GONE, now, self.peer_gone)
         offer = Offer(
             pairing.transfer_id,
             self.run.slot,
@@ -171,22 +164,6 @@ class PrefillSide:
             outgoing.writes_closed, outgoing.may_land = True, outgoing.may_land or may_land
         return self._handle(outgoing, Event.CLOSED, now)
 
-    def on_failed(self, transfer_id: bytes, reason: str, now: float) -> list[Effect]:
-        """The transport or the engine failed it, or its blocks are needed for something else."""
-        return self._named(transfer_id, Event.FAILED, now, reason)
-
-    def cancel(self, transfer_id: bytes, reason: str, now: float) -> list[Effect]:
-        """Nobody wants it any more."""
-        return self._named(transfer_id, Event.CANCELLED, now, reason)
-
-    def on_gone(self, run: Run, now: float) -> list[Effect]:
-        """A run is over: it left, was superseded or is silent."""
-        self._over.note(run)
-        effects: list[Effect] = []
-        for outgoing in [o for o in self._live.values() if o.transfer.peer == run]:
-            effects += self._handle(outgoing, Event.PEER_GONE, now, "decode_gone")
-        return effects
-
     def tick(self, now: float) -> list[Effect]:
         """What the clock makes due."""
         effects: list[Effect] = []
@@ -207,10 +184,6 @@ class PrefillSide:
         long ago must end: decode's blocks wait for this word, or for the end of the run."""
         ends = [o.transfer.ended_at for o in self._live.values() if not o.writes_closed]
         return min((at for at in ends if at is not None), default=None)
-
-    def _named(self, transfer_id: bytes, event: Event, now: float, reason: str) -> list[Effect]:
-        outgoing = self._live.get(transfer_id)
-        return [] if outgoing is None else self._handle(outgoing, event, now, reason)
 
     def _handle(self, outgoing: _Outgoing, event: Event, now: float, reason: str = "") -> list[Effect]:
         transfer = outgoing.transfer

@@ -17,7 +17,7 @@ from kernels.silu_and_mul_ref import silu_and_mul_ref
 from workers.models.decoder_config import Activation
 from workers.models.decoder_weights import DecoderLayer, DecoderWeights
 from workers.models.layers import Attention, Linear
-from workers.models.ranks import Ranks, SingleRank
+from workers.models.ranks import Ranks, SingleRank, embed
 from workers.models.rope import cos_sin_caches
 from workers.models.sharding import Sharding
 
@@ -111,7 +111,8 @@ class Decoder:
         epsilon = self.config.rms_norm_epsilon
         cos_sin = {window: cache.index_select(0, positions) for window, cache in self._cos_sin.items()}
         # Implementations with a bf16 residual stream round Gemma's scale to it; fp32 needs no rounding.
-        hidden = self._embed(token_ids) * self.config.embedding_scale
+        embedded = embed(token_ids, self._embedding, self._vocab, self.vocab_size, self.ranks)
+        hidden = embedded * self.config.embedding_scale
         for index, layer in enumerate(self._layers):
             query, key, value = self._qkv(layer, hidden, cos_sin[layer.sliding_window])
             attended = attention(index, query, key, value, layer.sliding_window)
@@ -133,15 +134,6 @@ class Decoder:
                 down = rms_norm_ref(down, layer.post_feedforward_norm, epsilon)
             hidden = hidden + down
         return rms_norm_ref(hidden, self._final_norm, epsilon)
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        """fp32 [num_tokens, hidden_size]."""
-        if len(self._vocab) == self.vocab_size:
-            return self._embedding.index_select(0, token_ids).float()
-        rows = token_ids - self._vocab.start
-        elsewhere = (rows < 0) | (rows >= len(self._vocab))
-        embedded = self._embedding.index_select(0, rows.masked_fill(elsewhere, 0)).float()
-        return self.ranks.merge(embedded.masked_fill(elsewhere.unsqueeze(1), 0))
 
     def _qkv(
         self, layer: DecoderLayer[list[Linear]], hidden: Tensor, cos_sin: Tensor

@@ -13,7 +13,7 @@ from workers.models.decoder_config import Activation
 from workers.models.decoder_weights import DecoderLayer, DecoderWeights
 from workers.models.device_linear import DeviceLinear, device_linear
 from workers.models.layers import Attention
-from workers.models.ranks import Ranks, SingleRank
+from workers.models.ranks import Ranks, SingleRank, embed
 from workers.models.rope import cos_sin_caches
 from workers.models.sharding import Sharding
 from workers.weights.fp8 import Fp8Matrix
@@ -98,7 +98,8 @@ class DeviceDecoder:
         config, operations = self.config, self.operations
         epsilon = config.rms_norm_epsilon
         cos_sin = {window: cache.index_select(0, positions) for window, cache in self._cos_sin.items()}
-        residual = self._embed(token_ids) * config.embedding_scale
+        embedded = embed(token_ids, self._embedding, self._vocab, self.vocab_size, self.ranks)
+        residual = embedded * config.embedding_scale
         normed = operations.rms_norm(residual, self._layers[0].input_norm, epsilon).to(self.dtype)
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
@@ -113,15 +114,6 @@ class DeviceDecoder:
                 added = operations.rms_norm(added, layer.post_feedforward_norm, epsilon)
             normed = operations.fused_add_rms_norm(added, residual, next_norm, epsilon)
         return normed
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        """fp32 [num_tokens, hidden_size]."""
-        if len(self._vocab) == self.vocab_size:
-            return self._embedding.index_select(0, token_ids).float()
-        rows = token_ids - self._vocab.start
-        elsewhere = (rows < 0) | (rows >= len(self._vocab))
-        embedded = self._embedding.index_select(0, rows.masked_fill(elsewhere, 0)).float()
-        return self.ranks.merge(embedded.masked_fill(elsewhere.unsqueeze(1), 0))
 
     def _qkv(
         self, layer: DecoderLayer[DeviceLinear], normed: Tensor, cos_sin: Tensor

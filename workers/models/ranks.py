@@ -98,3 +98,13 @@ def sum_in_order(partials: Sequence[Tensor]) -> Tensor:
     for partial in others:
         total = total + partial
     return total
+
+
+def embed(token_ids: Tensor, embedding: Tensor, vocab: range, vocab_size: int, ranks: Ranks) -> Tensor:
+    """fp32 [num_tokens, hidden_size]: rows of a table of which `embedding` has those of `vocab`."""
+    if len(vocab) == vocab_size:
+        return embedding.index_select(0, token_ids).float()
+    rows = token_ids - vocab.start
+    elsewhere = (rows < 0) | (rows >= len(vocab))
+    embedded = embedding.index_select(0, rows.masked_fill(elsewhere, 0)).float()
+    return ranks.merge(embedded.masked_fill(elsewhere.unsqueeze(1), 0))
