@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from schemas.records import BatchPart
 
-PART_BYTES = 4 << 20
+# The last part is written again each second: a larger one is more memory and more to write.
+PART_BYTES = 1 << 20
 
 
 class PartWrite(NamedTuple):
