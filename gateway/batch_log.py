@@ -10,6 +10,7 @@ from aiokafka.errors import KafkaError
 
 from gateway.batch_book import Batch, BatchBook
 from schemas import topics
+from schemas.clock import epoch_ms
 from schemas.codec import CodecError, decode, encode
 from schemas.fleet import BUSY_CONSUMER_SETTINGS
 from schemas.kafka_login import client_settings
@@ -118,7 +119,7 @@ class BatchLog:
                     self._take(message)
             self._moved.set()
             if time.monotonic() >= forget_at:
-                self.book.forget(time.time_ns() // 1_000_000)
+                self.book.forget(epoch_ms())
                 forget_at = time.monotonic() + _FORGET_S
 
     def _take(self, message: ConsumerRecord) -> None:

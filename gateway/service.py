@@ -25,6 +25,7 @@ from gateway.token_log import TokenLog
 from schemas import topics
 from schemas.api.errors import ApiError
 from schemas.catalog import Catalog
+from schemas.clock import epoch_ms
 from schemas.codec import default_codec, encode
 from schemas.fleet import HEARTBEAT_INTERVAL_S, join, publish_schemas
 from schemas.models import load_models
@@ -259,7 +260,7 @@ class Gateway:
             now = time.monotonic()
             if not serving.owner.feel(now) and self._awakening is None:
                 self._awakening = asyncio.create_task(self._awake())
-            serving.outbox.put(serving.owner.tick(serving.view, time.time_ns() // 1_000_000, now))
+            serving.outbox.put(serving.owner.tick(serving.view, epoch_ms(), now))
             serving.scans.tick(now)
             if self._succession is not None and self._own is not None and self._succession.own_settled:
                 self._log.on_each = self._own.on_record

@@ -1,11 +1,11 @@
 """What tenants that have a budget have spent this month, beside it."""
 
-import time
 from collections.abc import Iterable
 
 from gateway.control_store import SpendStore
 from infra.tenants import opened
 from schemas.budgets import Standing, month_of
+from schemas.clock import epoch_ms
 from schemas.records import Tenant
 
 
@@ -18,4 +18,4 @@ async def read_standings(kafka: str, tenants: Iterable[Tenant]) -> dict[str, Sta
     if not found:
         return {}
     async with opened(SpendStore(kafka)) as store:
-        return await store.standings(found, month_of(time.time_ns() // 1_000_000))
+        return await store.standings(found, month_of(epoch_ms()))

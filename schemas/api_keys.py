@@ -3,8 +3,8 @@
 import hashlib
 import re
 import secrets
-import time
 
+from schemas.clock import epoch_ms
 from schemas.records import ApiKey
 
 KEY_ID_LENGTH = 11
@@ -19,7 +19,7 @@ def new_key(created_at: int | None = None) -> tuple[str, ApiKey]:
     The key is `hr_` and 256 random bits, so a plain SHA-256 is enough: there is nothing to guess.
     """
     key = f"hr_{secrets.token_urlsafe(32)}"
-    made_at = time.time_ns() // 1_000_000 if created_at is None else created_at
+    made_at = epoch_ms() if created_at is None else created_at
     return key, ApiKey(key_id=key_id(key), sha256=hash_key(key), created_at=made_at)
 
 

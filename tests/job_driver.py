@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from obstore.store import ObjectStore
 
 from schemas import topics
 from schemas.api.batches import ENDED
+from schemas.clock import epoch_ms
 from schemas.codec import decode
 from schemas.object_store import open_store
 from schemas.records import BatchCancel, BatchJob, BatchState
@@ -60,7 +60,7 @@ class JobDriver:
         self._consumer: Any = consumer
 
     async def put_file(self, tenant: str, lines: Sequence[bytes]) -> str:
-        data, now_ms = b"".join(lines), _now_ms()
+        data, now_ms = b"".join(lines), epoch_ms()
         file_id = new_file_id(now_ms)
         name = content(tenant, file_id)
         await obstore.put_async(self._store, name, data)
@@ -79,7 +79,7 @@ class JobDriver:
         return file_id
 
     async def start_job(self, tenant: str, file_id: str, **fields: Any) -> str:
-        now_ms = _now_ms()
+        now_ms = epoch_ms()
         asked: dict[str, Any] = {
             "form": "openai",
             "endpoint": "/v1/generate",
@@ -97,7 +97,7 @@ class JobDriver:
         return await self.start_job(tenant, await self.put_file(tenant, lines), **fields)
 
     async def cancel(self, tenant: str, batch_id: str) -> None:
-        await self._append(tenant, f"{batch_id}/cancel", BatchCancel(batch_id, tenant, _now_ms()))
+        await self._append(tenant, f"{batch_id}/cancel", BatchCancel(batch_id, tenant, epoch_ms()))
 
     async def _append(self, tenant: str, key: str, record: Any) -> None:
         await self._driver.send(
@@ -139,7 +139,3 @@ class JobDriver:
     def delete_input(self, tenant: str, file_id: str) -> None:
         (self._folder / noted(tenant, file_id)).unlink()
         (self._folder / content(tenant, file_id)).unlink()
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

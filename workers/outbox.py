@@ -1,12 +1,12 @@
 """What leaves a worker: tokens, usage, completions, in the order that owners and bills rely on."""
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Iterable
 
 from aiokafka import AIOKafkaProducer
 
 from schemas import topics
+from schemas.clock import epoch_ms
 from schemas.codec import encode
 from schemas.headers import Headers, ReplyTo, reply_headers
 from schemas.records import Completion, Tokens, Usage
@@ -67,7 +67,7 @@ class Outbox:
 
     def end(self, live: LiveRequest, end: End) -> None:
         """Tells usage and end of a request, after all tokens of it that were queued before."""
-        self._start(self._end(live, end, ended_at=time.time_ns() // 1_000_000))
+        self._start(self._end(live, end, ended_at=epoch_ms()))
 
     def refuse(self, to: ReplyTo, message: str) -> None:
         """Ends a request of which nothing is known but whose it is: nothing ran, nothing is billed."""

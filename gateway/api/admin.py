@@ -5,7 +5,6 @@ If-Match only the fields it names are changed, whatever came first.
 """
 
 import hmac
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -32,6 +31,7 @@ from schemas.api.tenant_admin import (
 )
 from schemas.api_keys import hash_key, new_key
 from schemas.budgets import Standing, month_of
+from schemas.clock import epoch_ms
 from schemas.kafka_login import KafkaLogin
 from schemas.records import Tenant
 
@@ -155,7 +155,7 @@ async def _standings(serving: Serving, tenants: Sequence[Tenant]) -> dict[str, S
     if all(tenant.budget is None for tenant in tenants):
         return {}
     store = await asked_store(serving.stores.spend())
-    return await asked_store(store.standings(tenants, month_of(time.time_ns() // 1_000_000)))
+    return await asked_store(store.standings(tenants, month_of(epoch_ms())))
 
 
 async def _respond(

@@ -1,6 +1,5 @@
 """/v1/batches: batches of a file's lines, in OpenAI's shape and in the own (schemas/api/batches.py)."""
 
-import time
 from typing import Any
 
 from gateway import sse
@@ -24,6 +23,7 @@ from schemas.api.batches import (
 from schemas.api.bodies import decode_body
 from schemas.api.errors import ApiError, bad_field
 from schemas.api.tenant_rules import check_model
+from schemas.clock import epoch_ms
 from schemas.records import BatchCancel, BatchJob, Tenant
 from schemas.stored_files import BATCH_PREFIX, is_id, new_batch_id
 
@@ -34,7 +34,7 @@ _FORMS = frozenset({OPENAI, HEADRACE})
 async def create(serving: Serving, exchange: Exchange) -> None:
     refuse_key(exchange.headers)
     tenant, body = await read(serving, exchange, lambda data: decode_body(data, BatchBody))
-    now_ms = time.time_ns() // 1_000_000
+    now_ms = epoch_ms()
     job = job_of(body, new_batch_id(now_ms), tenant.name, now_ms)
     if job.model is not None:
         if job.model not in serving.models:
@@ -93,7 +93,7 @@ async def ask_for_cancel(serving: Serving, batch: Batch) -> None:
         raise ApiError(409, "batch_ended", f"the batch is {status}: it cannot be cancelled")
     if batch.cancel_asked_at is None and not batch.ended:
         log = await batch_log(serving)
-        await asked(log.cancel(BatchCancel(job.batch_id, job.tenant, time.time_ns() // 1_000_000)))
+        await asked(log.cancel(BatchCancel(job.batch_id, job.tenant, epoch_ms())))
 
 
 async def find(serving: Serving, tenant: Tenant, batch_id: str, forms: frozenset[str]) -> Batch:

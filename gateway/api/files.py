@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from gateway.idempotency import refuse_key
 from gateway.serving import Serving
 from schemas.api.batches import PURPOSE
 from schemas.api.errors import ApiError, bad_field
+from schemas.clock import epoch_ms
 from schemas.records import Tenant
 from schemas.stored_files import (
     FILE_PREFIX,
@@ -48,7 +48,7 @@ async def upload(serving: Serving, exchange: Exchange) -> None:
     refuse_key(exchange.headers)
     form = FileForm(exchange.headers.get(b"content-type", b""), config.max_file_bytes, config.max_file_lines)
     limit = config.max_file_bytes + FORM_BYTES
-    created_at = time.time_ns() // 1_000_000
+    created_at = epoch_ms()
     file_id = new_file_id(created_at)
     name = content(tenant.name, file_id)
 
@@ -128,7 +128,7 @@ async def _first(
     serving: Serving, tenant: Tenant, ids: list[str], purpose: str | None, count: int
 ) -> list[StoredFile]:
     """The first `count` of `ids` that have not expired and are for `purpose`."""
-    now = time.time_ns() // 1_000_000
+    now = epoch_ms()
     found: list[StoredFile] = []
     for start in range(0, len(ids), _NOTES_AT_ONCE):
         some = ids[start : start + _NOTES_AT_ONCE]
@@ -164,7 +164,7 @@ async def delete(serving: Serving, exchange: Exchange) -> None:
     if batch_id is not None:
         message = f"{batch_id} uses the file; it has not ended"
         raise ApiError(409, "file_in_use", message)
-    file = await serving.files.find(tenant.name, file_id, time.time_ns() // 1_000_000)
+    file = await serving.files.find(tenant.name, file_id, epoch_ms())
     if file is None:
         raise _not_found()
     await serving.files.delete(file)
@@ -183,7 +183,7 @@ async def _named(serving: Serving, exchange: Exchange) -> tuple[Tenant, str]:
 async def _asked_for(serving: Serving, exchange: Exchange) -> StoredFile:
     """The file in the path. Raises ApiError 404 for one that is not there, or another tenant's."""
     tenant, file_id = await _named(serving, exchange)
-    files, now = serving.files, time.time_ns() // 1_000_000
+    files, now = serving.files, epoch_ms()
     file = await files.find(tenant.name, file_id, now)
     if file is None:
         file = await asked(serving.stores.result_file(tenant.name, file_id))

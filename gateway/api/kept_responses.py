@@ -25,6 +25,7 @@ from schemas.api.answers import output_text
 from schemas.api.errors import ApiError, bad_field
 from schemas.api.response_object import PREFIX, ended_response, failed_response, running_response
 from schemas.api.responses import LOGPROBS
+from schemas.clock import epoch_ms
 from schemas.models import LoadedModel
 from schemas.records import Completion, Tenant
 
@@ -61,7 +62,7 @@ async def cancel(serving: Serving, exchange: Exchange) -> None:
     model = model_of(serving, public_id)
     with _following(serving, exchange, tenant, public_id, model) as replay:
         await _until(replay, _READ_S, lambda: replay.caught_up and replay.created is not None)
-        if replay.end_by(_now_ms()) is None:
+        if replay.end_by(epoch_ms()) is None:
             ask_for_end(serving, tenant, public_id)
             await _until(replay, _CANCEL_S, lambda: False)
         response = _response(replay, model)
@@ -181,7 +182,7 @@ def _created(replay: ResponseReplay) -> dict[str, Any]:
 def _response(replay: ResponseReplay, model: LoadedModel) -> dict[str, Any]:
     """What is so now. Raises ApiError where the log does not say it."""
     created, reader, request_id = _created(replay), replay.response_reader, replay.request_id
-    tokenizer, end = model.tokenizer, replay.end_by(_now_ms())
+    tokenizer, end = model.tokenizer, replay.end_by(epoch_ms())
     if isinstance(end, Completion):
         text = output_text(tokenizer, reader.token_ids, end.finish_reason, end.text_length)
         logprobs = told_logprobs(reader, tokenizer, None)
@@ -195,10 +196,6 @@ def _response(replay: ResponseReplay, model: LoadedModel) -> dict[str, Any]:
     if not replay.state.ended:
         raise end
     return failed_response(created, request_id, reader.model, end, text)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 def _kept(serving: Serving, exchange: Exchange, tenant: Tenant) -> PublicId:

@@ -1,6 +1,5 @@
 """/v1/messages/batches, as Anthropic's API has it (schemas/api/message_batches.py)."""
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from gateway.serving import Serving
 from schemas.api.batches import ANTHROPIC, PURPOSE
 from schemas.api.errors import ApiError
 from schemas.api.message_batches import message_batch, message_job, result_line
+from schemas.clock import epoch_ms
 from schemas.records import BatchState, Tenant
 from schemas.stored_files import (
     KEPT_MS,
@@ -44,7 +44,7 @@ async def create(serving: Serving, exchange: Exchange) -> None:
     tenant = await serving.authenticate(exchange.headers)
     check_encoding(exchange)
     refuse_key(exchange.headers)
-    now_ms = _now_ms()
+    now_ms = epoch_ms()
     file_id = new_file_id(now_ms)
     name = content(tenant.name, file_id)
     config = serving.config
@@ -105,7 +105,7 @@ async def delete(serving: Serving, exchange: Exchange) -> None:
         raise ApiError(409, "batch_running", "the batch has not ended: cancel it first")
     kinds: tuple[Kind, ...] = ("output", "error")
     for file_id in (*(result_file_id(batch_id, kind) for kind in kinds), batch.job.input_file_id):
-        file = await serving.files.find(tenant.name, file_id, _now_ms())
+        file = await serving.files.find(tenant.name, file_id, epoch_ms())
         if file is not None:
             await serving.files.delete(file)
     for part in _parts(batch.state):
@@ -166,7 +166,3 @@ async def _respond(exchange: Exchange, batch: Batch) -> None:
 
 def _object(exchange: Exchange, batch: Batch) -> dict[str, Any]:
     return message_batch(batch.job, batch.state, batch.cancel_asked_at, exchange.base_url)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

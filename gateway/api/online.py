@@ -34,6 +34,7 @@ from schemas.api.routing import affinity_hash
 from schemas.api.tenant_rules import sampling_for
 from schemas.api.told_tokens import ToldTokens
 from schemas.api.tool_calls import parse_tool_calls
+from schemas.clock import epoch_ms
 from schemas.headers import TRACEPARENT
 from schemas.priority import PriorityClass
 from schemas.records import Completion, Idempotency, InferenceRequest, Tenant
@@ -113,7 +114,7 @@ async def answer_choices(
             # Refused as a whole: those that were let in meanwhile cost nothing.
             refused = True
             for choice in choices:
-                serving.outbox.put(serving.owner.waive(choice.owned, e.code, time.time_ns() // 1_000_000))
+                serving.outbox.put(serving.owner.waive(choice.owned, e.code, epoch_ms()))
         raise
     finally:
         gone.cancel()
@@ -190,7 +191,7 @@ def new_request(
         sampling=sampling,
         reply_partition=reply_partition(serving.owner.slot, priority),
         owner_epoch=serving.owner.epoch,
-        accepted_at=time.time_ns() // 1_000_000,
+        accepted_at=epoch_ms(),
         end_ms=serving.config.end_ms,
         affinity=affinity_hash(tenant.name, prepared.routing.affinity_key),
         allow_fallback=prepared.routing.allow_fallback,

@@ -23,6 +23,7 @@ from infra.audit.reading import TopicReader, read_billed, read_reservations, rea
 from infra.audit.request_log import RequestLog
 from infra.audit.verdict import Evidence, judge_all
 from schemas import topics
+from schemas.clock import epoch_ms
 from schemas.headers import answered_request
 from schemas.records import BatchJob, BatchState, Cancellation, Heartbeat, InferenceRequest, Usage
 from schemas.topics import DAY_MS, Layout, tenant_of_batch_topic
@@ -80,10 +81,10 @@ class _Audit:
         tenants = await reader.tenants_with_doors()
         await reader.mark_doors(tenants, topics.batch_requests)
         await reader.mark(topics.REQUESTS)
-        asked_up_to = _now_ms()
+        asked_up_to = epoch_ms()
         # 2. What was answered up to now, and what was stopped.
         await reader.mark(topics.TOKENS, topics.CANCELLATIONS)
-        answered_up_to = _now_ms()
+        answered_up_to = epoch_ms()
         # 3. What had ended by then is billed and answered by now, and holds nothing any more.
         await asyncio.sleep(self._settings.settle_s)
         await reader.mark(topics.USAGE)
@@ -207,7 +208,7 @@ class _Audit:
         self._states = list(states.values())
         allowed = self._settings.allowed
         for job in jobs.values():
-            self._report.add(judge_time(job, states.get(job.batch_id), _now_ms(), allowed))
+            self._report.add(judge_time(job, states.get(job.batch_id), epoch_ms(), allowed))
         for state in self._states:
             lines = await read_result_lines(store, state)
             self._report.add(judge_job(state, lines))
@@ -244,7 +245,3 @@ def _addresses(beats: Iterable[Heartbeat], role: str) -> list[str]:
         if beat.role == role and (beat.slot not in newest or beat.epoch >= newest[beat.slot].epoch):
             newest[beat.slot] = beat
     return [beat.address for _, beat in sorted(newest.items()) if beat.address]
-
-
-def _now_ms() -> int:
-    return int(time.time() * 1_000)

@@ -11,6 +11,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from schemas import topics
 from schemas.catalog import SIMULATED_MODEL
+from schemas.clock import epoch_ms
 from schemas.codec import decode, default_codec, encode
 from schemas.fleet import (
     CONSUMER_SETTINGS,
@@ -91,7 +92,7 @@ class BenchFleet:
             sampling=SamplingParams(max_tokens=OUTPUT_TOKENS),
             reply_partition=priority,
             owner_epoch=1,
-            accepted_at=time.time_ns() // 1_000_000,
+            accepted_at=epoch_ms(),
             end_ms=3_600_000,
         )
         self._requests[request.request_id] = request
@@ -119,7 +120,7 @@ class BenchFleet:
             await self._end(self.held.popleft())
 
     async def _end(self, request: InferenceRequest) -> None:
-        now = time.time_ns() // 1_000_000
+        now = epoch_ms()
         usage = Usage(
             request_id=request.request_id,
             attempt=1,

@@ -22,6 +22,7 @@ from infra.chaos_run.impact import Hurt, impact
 from infra.chaos_run.load import PROMPTS, Load
 from infra.local.paths import PROJECT_ROOT
 from schemas import topics
+from schemas.clock import epoch_ms
 from schemas.records import Retry
 
 # Faults between two accounts: their requests are in memory, and no older than the log keeps them.
@@ -108,7 +109,7 @@ class _Run:
         config = self._chaos.stack.config
         log = LogReader(self._chaos.stack.bootstrap_servers, config.layout, (topics.TOKENS,))
         await log.mark()
-        began_ms = time.time_ns() // 1_000_000
+        began_ms = epoch_ms()
         self._load.start()
         self._batch.start()
         await asyncio.sleep(_WARM_S)
@@ -125,7 +126,7 @@ class _Run:
         await self._account(hurts, log, began_ms)
 
     async def _hurt(self, name: str, fault: Fault) -> Hurt:
-        began, began_ms = time.perf_counter(), time.time_ns() // 1_000_000
+        began, began_ms = time.perf_counter(), epoch_ms()
         async with _probing(self._chaos) as probe:
             try:
                 what = await fault(self._chaos, self._rng)
@@ -141,7 +142,7 @@ class _Run:
             over,
             time.perf_counter(),
             began_ms,
-            time.time_ns() // 1_000_000,
+            epoch_ms(),
             probe.longest_ms(began),
         )
 

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas import topics
+from schemas.clock import epoch_ms
 from schemas.codec import default_codec
 from schemas.fleet import HEARTBEAT_INTERVAL_S, publish_schemas
 from schemas.records import Heartbeat, Tenant
@@ -43,10 +43,6 @@ START_TIMEOUT_S = 30.0
 _GC_THRESHOLDS = (10_000, 10, 50)
 _LOOK_S = 0.02
 _EVICT_TIMEOUT_S = 2.0
-
-
-def _now() -> int:
-    return time.time_ns() // 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +95,7 @@ class AdmissionService:
             kafka.producer,
             self.admission,
             self.metrics,
-            _now,
+            epoch_ms,
             lambda: (config.slot, self.membership.epoch),
         )
         self.membership = Membership(
@@ -113,12 +109,14 @@ class AdmissionService:
             self.admission.fallback.put,
             on_spend=self.admission.budgets.put,
         )
-        self.usage = UsageFollower(kafka.usage, kafka.partition, self.admission, self.dispatcher.put, _now)
-        self.keys = KeyLoader(kafka.keys, kafka.partition, self.admission, self._on_keys_loaded, _now)
+        self.usage = UsageFollower(
+            kafka.usage, kafka.partition, self.admission, self.dispatcher.put, epoch_ms
+        )
+        self.keys = KeyLoader(kafka.keys, kafka.partition, self.admission, self._on_keys_loaded, epoch_ms)
         self.intake = Intake(
             self.admission,
             self.metrics,
-            _now,
+            epoch_ms,
             self.control.catch_up_schemas,
             self.control.catch_up_tenants,
         )
@@ -202,17 +200,17 @@ class AdmissionService:
 
     def _on_peer(self, heartbeat: Heartbeat) -> None:
         self.admission.peers.heard(heartbeat)
-        if lost := self.admission.on_other_admission(heartbeat.partitions, _now()):
+        if lost := self.admission.on_other_admission(heartbeat.partitions, epoch_ms()):
             log.warning("admission %d took over partitions %s", heartbeat.slot, lost)
 
     def _on_fleet_change(self) -> None:
-        self.dispatcher.put(self.admission.fleet_changed(_now()))
+        self.dispatcher.put(self.admission.fleet_changed(epoch_ms()))
 
     def _on_keys_loaded(self, partition: int) -> None:
         self.dispatcher.put(self.intake.look_again(partition))
 
     def _on_tenant(self, name: str, tenant: Tenant | None) -> None:
-        self.admission.on_tenant(name, tenant, _now())
+        self.admission.on_tenant(name, tenant, epoch_ms())
 
     async def _on_record(self, message: Any) -> None:
         headers = message.headers
@@ -228,7 +226,7 @@ class AdmissionService:
         async with asyncio.timeout(START_TIMEOUT_S):
             # Of the consumer that waits for nothing: behind a fetch that does, the answer would be late.
             ends = await self.kafka.keys.end_offsets(partitions) if partitions else {}
-        self.admission.on_assigned({tp.partition: end for tp, end in ends.items()}, _now())
+        self.admission.on_assigned({tp.partition: end for tp, end in ends.items()}, epoch_ms())
         self._shut.set()
         self.usage.assignment_changed()
         self.intake.assigned(numbers)
@@ -237,7 +235,7 @@ class AdmissionService:
         log.info("partitions assigned", extra={"partitions": sorted(numbers)})
 
     async def _keep_time(self) -> None:
-        await keep_time(self.admission, self.dispatcher, self.metrics, _now, self.config.ack_deadline_s)
+        await keep_time(self.admission, self.dispatcher, self.metrics, epoch_ms, self.config.ack_deadline_s)
 
     async def _open_partitions(self) -> None:
         """Requests of a partition taken over wait until it is known what runs there."""
@@ -246,7 +244,7 @@ class AdmissionService:
             self._shut.clear()
             while not self.admission.restating.all_open:
                 await asyncio.sleep(_LOOK_S)
-                opened = self.admission.restating.open_due(self.admission.fleet, _now())
+                opened = self.admission.restating.open_due(self.admission.fleet, epoch_ms())
                 for each in opened:
                     self.metrics.takeover_seconds.observe(each.waited_ms / 1000)
                     self.dispatcher.put(self.intake.look_again(each.partition))

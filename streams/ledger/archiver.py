@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection
 
+from schemas.clock import epoch_ms
 from schemas.codec import default_codec
 from schemas.topics import DAY_MS, USAGE_RETENTION_MS
 from streams.ledger.archive import (
@@ -90,7 +91,7 @@ async def keep_archived(
     archiver: Archiver,
     partitions: Callable[[], Collection[int]],
     every_s: float,
-    clock: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    clock: Callable[[], int] = epoch_ms,
     look_s: float = _LOOK_S,
 ) -> None:
     """Archives the partitions that are this process's, now and then and when they change."""

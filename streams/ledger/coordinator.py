@@ -7,12 +7,12 @@ lost or doubled.
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from schemas import topics
+from schemas.clock import epoch_ms
 from schemas.codec import CodecError, decode
 from schemas.dead_letters import dead_letter
 from schemas.fleet import FleetView
@@ -68,10 +68,6 @@ class ShardSettings:
     window: int
     prefix_order: bool
     part_epoch: int
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 class ShardCoordinator:
@@ -173,7 +169,7 @@ class ShardCoordinator:
             settings.epoch,
             end_ms=settings.end_ms,
             position=resume,
-            now_ms=_now_ms(),
+            now_ms=epoch_ms(),
         )
         self._committer = Committer(
             settings.shard, self._batch, clients.writer, self._sender, self._sources, self._earlier, tp
@@ -238,7 +234,7 @@ class ShardCoordinator:
 
     async def _read_replies(self) -> None:
         for records in (await self._clients.replies.getmany(timeout_ms=_POLL_MS)).values():
-            now, clock = _now_ms(), self._fleet.clock.now_ms
+            now, clock = epoch_ms(), self._fleet.clock.now_ms
             actions: list[Action] = []
             for record in records:
                 try:
@@ -257,7 +253,7 @@ class ShardCoordinator:
         while True:
             known, tenants = tenants, self._tenants()
             if changed := {name for name, rules in tenants.items() if known.get(name) is not rules}:
-                self.batch.rules_changed(changed, _now_ms())
+                self.batch.rules_changed(changed, epoch_ms())
             for name, records in (await self._sources.read(set(tenants))).items():
                 await self._take(name, tenants.get(name), records)
 
@@ -281,7 +277,7 @@ class ShardCoordinator:
                 assert isinstance(read.source, Source)
                 self.batch.repeat(read.source, read.request_id, answer)
             else:
-                await self._sender.execute(self.batch.accept(read, _now_ms(), self._fleet.clock.now_ms))
+                await self._sender.execute(self.batch.accept(read, epoch_ms(), self._fleet.clock.now_ms))
         self._note_answers()
 
     async def _answered(self, tenant: str, request_id: bytes) -> bytes | None:
@@ -310,6 +306,6 @@ class ShardCoordinator:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            actions = self.batch.tick(_now_ms(), self._fleet, admission_offsets(self._fleet))
+            actions = self.batch.tick(epoch_ms(), self._fleet, admission_offsets(self._fleet))
             await self._sender.execute(actions)
             self._note_answers()

@@ -8,11 +8,11 @@ anew from the states that are committed."""
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from schemas.api.batches import ENDED
 from schemas.api.errors import ApiError
+from schemas.clock import epoch_ms
 from schemas.fleet import FleetView
 from schemas.models import LoadedModel
 from schemas.records import BatchCancel, BatchJob, BatchState, Tenant
@@ -48,10 +48,6 @@ CHECKS_AT_ONCE = 2
 _IDLE_S = 0.1
 _FED_AT_ONCE = 64
 _KINDS: tuple[Kind, ...] = ("output", "error")
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 class JobRunner:
@@ -130,7 +126,7 @@ class JobRunner:
             BATCH_JOBS.labels(str(self._shard)).set(0)
 
     def _take_turns(self, group: asyncio.TaskGroup) -> None:
-        now_ms = _now_ms()
+        now_ms = epoch_ms()
         while self._waiting and len(self._running) < MAX_RUNNING + MAX_ENDING:
             running = [each.job for each in self._running.values()]
             ending = [j for j in self._waiting.values() if self._why_stopped(j, now_ms) is not None]
@@ -151,11 +147,11 @@ class JobRunner:
         job = running.job
         if running.stopped is not None or job.status not in (Status.IN_PROGRESS, Status.CANCELLING):
             return False
-        running.stopped = self._why_stopped(job, _now_ms())
+        running.stopped = self._why_stopped(job, epoch_ms())
         return running.stopped is not None
 
     async def _stop(self, running: LiveJob) -> None:
-        job, error, now_ms = running.job, running.stopped, _now_ms()
+        job, error, now_ms = running.job, running.stopped, epoch_ms()
         assert error is not None
         log.info("job stopped", extra={"batch_id": job.batch_id, "reason": error.code})
         self._moved.set()
@@ -185,9 +181,9 @@ class JobRunner:
         async with self._checks:
             total, errors = await check_lines(self._store, job.asked)
         if errors:
-            job.fail(errors, _now_ms())
+            job.fail(errors, epoch_ms())
         else:
-            job.validated(total, _now_ms())
+            job.validated(total, epoch_ms())
         await self._commit(JobCommit(job.state()))
 
     async def _read(self, running: LiveJob) -> None:
@@ -209,19 +205,19 @@ class JobRunner:
         while job.open:
             await self._wait(running)
         if source.error is not None:
-            job.fail([source.error], _now_ms())
+            job.fail([source.error], epoch_ms())
 
     async def _end(self, running: LiveJob) -> None:
         job = running.job
         # 1. All lines are in the parts and counted. From here on a successor only does this again.
         if job.status is Status.IN_PROGRESS:
-            job.transition_to(Status.FINALIZING, _now_ms())
+            job.transition_to(Status.FINALIZING, epoch_ms())
         await self._writer.write(running, [])
         # 2. The files are there.
         state = job.state()
         for kind, parts in zip(_KINDS, (state.output, state.error_output), strict=True):
             if parts:
-                now_ms, objects = _now_ms(), object_parts(job.tenant, job.batch_id, kind, parts)
+                now_ms, objects = epoch_ms(), object_parts(job.tenant, job.batch_id, kind, parts)
                 await self._store.note(
                     StoredFile(
                         id=result_file_id(job.batch_id, kind),
@@ -236,7 +232,7 @@ class JobRunner:
                     )
                 )
         # 3. And it says so.
-        job.finish(_now_ms())
+        job.finish(epoch_ms())
         await self._writer.write(running, [])
 
     async def _wait(self, running: LiveJob) -> None:
@@ -253,7 +249,7 @@ class JobRunner:
             await asyncio.sleep(0)
 
     async def _feed_some(self) -> bool:
-        tenants, now_ms = self._tenants(), _now_ms()
+        tenants, now_ms = self._tenants(), epoch_ms()
         queued = queued_tokens(self._fleet, self._batch.reply_partition)
 
         def full(model: str) -> bool:
@@ -280,7 +276,7 @@ class JobRunner:
             stopped = running.stopped if line.request_id not in recovery else None
             if isinstance(line, BatchItem) and stopped is None:
                 running.sent += 1
-                now_ms = _now_ms()
+                now_ms = epoch_ms()
                 await self._execute(self._batch.accept(line, now_ms, self._fleet.clock.now_ms))
                 if running.stopped is not None:
                     await self._execute(self._batch.cancel(running.job.batch_id, running.stopped, now_ms))

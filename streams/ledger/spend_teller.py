@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from schemas import topics
 from schemas.budgets import plain, spend_key
+from schemas.clock import epoch_ms
 from schemas.codec import encode
 from streams.ledger.metrics import BUDGET_ALERTS, SPEND_FAILURES, SPEND_SECONDS
 from streams.ledger.spending import AlertRow, Change, Spending, Sums, alert_row, open_months
@@ -58,7 +59,7 @@ class SpendTeller:
         while True:
             began = time.monotonic()
             try:
-                await self.tell(time.time_ns() // 1_000_000)
+                await self.tell(epoch_ms())
             except Exception as e:
                 SPEND_FAILURES.inc()
                 log.error("what tenants spent cannot be told, trying again", extra={"error": repr(e)})

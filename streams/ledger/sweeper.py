@@ -11,6 +11,7 @@ import msgspec
 import obstore
 from obstore.store import ObjectStore
 
+from schemas.clock import epoch_ms
 from schemas.stored_files import ObjectName, StoredFile, noted, parse_name
 from streams.ledger.metrics import SWEPT
 from streams.ledger.retention import has_expired, is_orphan, may_be_orphan
@@ -114,7 +115,7 @@ async def keep_swept(
     while True:
         if is_ours() and time.monotonic() >= due:
             try:
-                swept = await sweeper.sweep(time.time_ns() // 1_000_000)
+                swept = await sweeper.sweep(epoch_ms())
                 SWEPT.labels("file").inc(swept.files)
                 SWEPT.labels("orphan").inc(swept.orphans)
                 if swept.files or swept.orphans:
