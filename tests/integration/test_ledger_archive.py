@@ -215,7 +215,7 @@ async def test_the_lag_is_measured_and_told_of_while_the_store_is_away(
     await until(lambda: "could not be archived" in caplog.text)
     assert (lag() or 0) > 7 * 86_400
     late = next(record for record in caplog.records if "ages out of the topic" in record.message)
-    assert 21 < getattr(late, "days_left", 0) < 22.1
+    assert 21 <= getattr(late, "days_left", 0) <= 22  # by the time of day
     archive.back = True
     await until(lambda: lag() == 0)
     assert len(objects(store)) == 1
