@@ -184,6 +184,7 @@ def topic_specs(layout: Layout) -> list[TopicSpec]:
         (BATCH_STATES, layout.shards, batches),
         (dlq(REQUESTS), hashed, _delete_after(30 * DAY_MS)),
         (dlq(PREFILL), workers, _delete_after(30 * DAY_MS)),
+        (dlq(DECODE), workers, _delete_after(30 * DAY_MS)),
         (dlq(USAGE), hashed, _delete_after(30 * DAY_MS)),
         (dlq(CANCELLATIONS), hashed, _delete_after(30 * DAY_MS)),
     ]

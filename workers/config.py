@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from schemas.catalog import SIMULATED_MODEL, Catalog, CatalogError
 from schemas.config import CommonConfig, from_env, setting
+from schemas.handoff_records import WorkerRole
 from workers.block_hash import PrefixSharing
 from workers.block_pool import num_blocks_for
 from workers.device import DEVICES as DEVICE_SETTINGS
@@ -20,6 +21,7 @@ from workers.scheduler_config import (
 
 RUNNERS = ("torch", "simulated")
 LINEAR_MODES = ("auto", "int8", "weight_only", "bf16")  # as workers.models.linear_choice, without torch
+TRANSFER_PROTOCOLS = ("tcp", "rdma")
 NO_PREFIX_CACHING = "off"
 PREFIX_CACHING = (*PrefixSharing, NO_PREFIX_CACHING)
 
@@ -28,6 +30,14 @@ PREFIX_CACHING = (*PrefixSharing, NO_PREFIX_CACHING)
 class WorkerConfig(CommonConfig):
     model: str = setting("", doc="Catalogue id of the model to serve; empty: the only one there is.")
     runner: str = setting("torch", doc="torch, or simulated: tokens without a model.")
+    worker_role: str = setting(
+        "unified", doc="What it does of a request: unified (all of it), prefill (prompts), or decode."
+    )
+    transfer_host: str = setting(
+        "127.0.0.1", doc="Name or address under which workers of other roles reach this one's KV."
+    )
+    transfer_protocol: str = setting("tcp", doc="How KV goes between workers with roles: tcp or rdma.")
+    transfer_devices: str = setting("", doc="RDMA devices for that, with commas; empty: all there are.")
     device: str = setting(
         "auto", doc="What a model is computed on: cuda, cpu, or auto: CUDA if there is a GPU, else the CPU."
     )
@@ -133,6 +143,7 @@ class WorkerConfig(CommonConfig):
         if self.threads is not None and self.threads < 1:
             found.append(f"HEADRACE_THREADS must be at least 1, got {self.threads}")
         found += self._rank_errors()
+        found += self._role_errors()
         try:
             # Which GPUs these are is not known where their settings are wrong.
             known = replace(self, simulated_gpu="") if simulation else self
@@ -182,6 +193,10 @@ class WorkerConfig(CommonConfig):
         )
 
     @property
+    def role(self) -> WorkerRole:
+        return WorkerRole(self.worker_role)
+
+    @property
     def num_gpus(self) -> int:
         """GPUs that are simulated; 1 without any: the machine."""
         return self.simulated_tensor_parallel if self.simulated_gpu else 1
@@ -216,6 +231,28 @@ class WorkerConfig(CommonConfig):
                 f"{name} is {ranks}: several ranks multiply in bf16, but HEADRACE_LINEAR is {self.linear!r}"
             ]
         return []
+
+    def _role_errors(self) -> list[str]:
+        """KV is handed over by workers of one rank on the CPU."""
+        role = self.worker_role
+        if role not in list(WorkerRole):
+            return [f"HEADRACE_WORKER_ROLE must be {' or '.join(WorkerRole)}, got {role!r}"]
+        found = []
+        if self.transfer_protocol not in TRANSFER_PROTOCOLS:
+            known = " or ".join(TRANSFER_PROTOCOLS)
+            found.append(f"HEADRACE_TRANSFER_PROTOCOL must be {known}, got {self.transfer_protocol!r}")
+        if role == WorkerRole.UNIFIED:
+            return found
+        if self.tensor_parallel > 1:
+            found.append(
+                f"HEADRACE_WORKER_ROLE is {role}: a model over {self.tensor_parallel} ranks hands no KV over "
+                "yet; set HEADRACE_TENSOR_PARALLEL to 1, or the role to unified"
+            )
+        if self.device == "cuda":
+            found.append(f"HEADRACE_WORKER_ROLE is {role}: GPUs hand no KV over yet; set it to unified")
+        if not self.transfer_host:
+            found.append(f"HEADRACE_WORKER_ROLE is {role}: it needs a HEADRACE_TRANSFER_HOST")
+        return found
 
     def _simulation_errors(self) -> list[str]:
         found = []

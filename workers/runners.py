@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from schemas.catalog import CANARY_MAX_TOKENS, Catalog, CatalogError, ModelSpec
+from schemas.handoff_records import WorkerRole
 from schemas.tokenization import Tokenizer
 from workers.batch import ModelRunner
 from workers.block_hash import BlockHasher, PrefixSharing
@@ -86,6 +87,11 @@ def load_engine(
 
         device = choose_device(config.device, is_available(), deterministic=config.deterministic)
         on_gpu = device is not None
+        if on_gpu and config.role is not WorkerRole.UNIFIED:
+            raise ValueError(
+                f"HEADRACE_WORKER_ROLE is {config.role}: GPUs hand no KV over yet; set it to unified, or "
+                f"{DEVICE_SETTING} to cpu"
+            )
         if on_gpu and (problem := launcher_problem(os.environ)):
             raise ValueError(f"{problem}; or set {DEVICE_SETTING} to cpu")
         log.info("serving on %s", "CUDA" if on_gpu else "the CPU")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from aiokafka import ConsumerRecord
 
 from schemas.codec import CodecError
+from schemas.handoff_records import WorkerRole
 from schemas.headers import ReplyTo
 from schemas.priority import PriorityClass
 from schemas.records import Cancellation, ClassLoad, Dispatch, WorkerStatus
@@ -49,8 +50,10 @@ class Serving:
         *,
         on_dead_letter: Callable[[ConsumerRecord, str], None],
         on_canary_failed: Callable[[CanaryFailedError], None],
+        role: WorkerRole = WorkerRole.UNIFIED,
     ) -> None:
         self.draining = False
+        self._role = role
         self._loaded = loaded
         self._live = live
         self._thread = thread
@@ -191,6 +194,7 @@ class Serving:
                 map(ClassLoad, stats.num_running_by_class, stats.own_blocks, stats.uncomputed_tokens)
             ),
             num_gpus=loaded.num_gpus,
+            worker_role=self._role.value,
         )
 
     def _note_admitted(self, result: StepResult) -> None:

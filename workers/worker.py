@@ -90,7 +90,7 @@ class Worker:
             # 2. Places in the mailboxes, 3. Join: whatever is dispatched to this epoch lies behind them.
             offsets = await mailbox.open()
             await cancellations.open()
-            epoch, nonce = await join(connections.usage, ROLE, config.slot, address, model)
+            epoch, nonce = await join(connections.usage, ROLE, config.slot, address, model, config.role)
         self._on_joined(epoch)
         log.info(
             "joined", extra={"epoch": epoch, "model": model, "num_blocks": loaded.engine.pool.num_blocks}
@@ -142,6 +142,7 @@ class Worker:
             metrics,
             on_dead_letter=lambda record, reason: self._send_dead_letter(connections, record, reason),
             on_canary_failed=wrong.set_result,
+            role=config.role,
         )
 
         def look() -> Heartbeat:
