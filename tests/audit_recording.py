@@ -11,9 +11,10 @@ from infra.audit.batches import TopicDoor, judge_job
 from infra.audit.checks import BilledRow
 from infra.audit.clients import ClientRecord
 from infra.audit.findings import Report
-from infra.audit.fleet import Reservation, judge_workers
+from infra.audit.fleet import Reservation, counted_handoffs, judge_workers
 from infra.audit.reading import TopicReader, read_billed, read_result_lines
 from infra.audit.request_log import RequestLog
+from infra.audit.transfers import TransferLog
 from infra.audit.verdict import Evidence, judge_all
 from schemas import topics
 from schemas.headers import answered_request
@@ -93,12 +94,19 @@ class Recording:
             door.asked(*asked)
         for answered in self.answered:
             door.answered(*answered)
+        requests = self.requests(settings)
+        transfers = TransferLog(requests)
+        for logged in self.log[topics.DECODE]:
+            transfers.on_record(logged.record, logged.timestamp)
         evidence = Evidence(
-            requests=self.requests(settings),
+            requests=requests,
+            transfers=transfers,
             asked_up_to=self.now_ms,
             answered_up_to=self.now_ms,
+            transferred_up_to=self.now_ms,
             rows=self.rows,
             reservations=self.reservations,
+            counted=counted_handoffs(self.heartbeats),
             clients=self.clients,
             door=door,
         )
@@ -115,7 +123,7 @@ async def record(
     """All that a stack has said, once it is quiet."""
     made = Recording(clients=clients)
     async with TopicReader.open(servers, layout, settings.since_ms) as reader:
-        for name in (topics.REQUESTS, topics.CANCELLATIONS, topics.TOKENS, topics.USAGE):
+        for name in (topics.REQUESTS, topics.CANCELLATIONS, topics.TOKENS, topics.USAGE, topics.DECODE):
             into = made.log[name] = []
             await reader.mark(name)
             await reader.read(

@@ -18,9 +18,10 @@ from infra.audit.batches import TopicDoor, billed_of, judge_job, judge_sums, jud
 from infra.audit.checks import BilledRow, Tolerances
 from infra.audit.clients import ClientRecord
 from infra.audit.findings import Report
-from infra.audit.fleet import judge_workers
+from infra.audit.fleet import counted_handoffs, judge_workers
 from infra.audit.reading import TopicReader, read_billed, read_reservations, read_result_lines
 from infra.audit.request_log import RequestLog
+from infra.audit.transfers import TransferLog
 from infra.audit.verdict import Evidence, judge_all
 from schemas import topics
 from schemas.clock import epoch_ms
@@ -89,6 +90,8 @@ class _Audit:
         await asyncio.sleep(self._settings.settle_s)
         await reader.mark(topics.USAGE)
         await reader.mark_doors(tenants, topics.batch_results)
+        await reader.mark(topics.DECODE)
+        transferred_up_to = epoch_ms()
         beats = await self._heartbeats()
         reservations = await read_reservations(_addresses(beats, "admission"))
         await self._read_batches(tenants)
@@ -97,10 +100,13 @@ class _Audit:
             requests = await self._fold(number)
             evidence = Evidence(
                 requests=requests,
+                transfers=await self._transfers(requests),
                 asked_up_to=asked_up_to,
                 answered_up_to=answered_up_to,
+                transferred_up_to=transferred_up_to,
                 rows=await self._billed_rows(requests, number),
                 reservations=reservations,
+                counted=counted_handoffs(beats),
                 clients=self._clients,
                 door=self._door,
             )
@@ -148,6 +154,13 @@ class _Audit:
         )
         await reader.read(topics.USAGE, billed, _MARGIN_MS)
         return requests
+
+    async def _transfers(self, requests: RequestLog) -> TransferLog:
+        transfers = TransferLog(requests)
+        await self._reader.read(
+            topics.DECODE, lambda value, record: transfers.on_record(value, record.timestamp), _MARGIN_MS
+        )
+        return transfers
 
     def _add_sums(self, requests: RequestLog) -> None:
         for state in self._states:

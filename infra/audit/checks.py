@@ -22,6 +22,7 @@ class Tolerances:
     themselves). `cancel_ms`: tokens may lie in the log so long after the cancel that stops them.
     `in_flight_ms`: tokens that lie there so long before a cancel have reached the client. `gap_ms`: an owner
     retries over a gap within this. `clock_ms`: clocks of processes and broker differ by no more.
+    `transfer_ms`: both sides say so long after its deadline, or its request's end, that a transfer is over.
     """
 
     deadline_ms: int = 30_000
@@ -29,6 +30,7 @@ class Tolerances:
     in_flight_ms: int = 2_000
     gap_ms: int = 10_000
     clock_ms: int = 5_000
+    transfer_ms: int = 5_000
 
 
 class BilledRow(NamedTuple):

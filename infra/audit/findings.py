@@ -28,6 +28,12 @@ class Kind(StrEnum):
     DECODED_AFTER_CANCEL = "decoded_after_cancel"
     LEAKED_RESERVATION = "leaked_reservation"
     LEAKED_BLOCK = "leaked_block"
+    OPEN_TRANSFER = "open_transfer"  # of KV: one of its sides has not ended it, and should have
+    STRANDED_BLOCKS = "stranded_blocks"  # reserved for a transfer that is over, and may not be used again
+    LEAKED_HANDOFF = "leaked_handoff"  # a worker counts a handoff of a request that has ended
+    ADOPTED_TWICE = "adopted_twice"
+    ADOPTED_UNWRITTEN = "adopted_unwritten"  # a request goes on with KV that nobody said was written
+    TRANSFER_ENDS_DIFFER = "transfer_ends_differ"  # one side said two ends of it
     GHOST_SEQUENCE = "ghost_sequence"  # a worker runs something, and no request is open
     LOST_RESULT = "lost_result"  # of a batch item
     DOUBLED_RESULT = "doubled_result"

@@ -6,7 +6,9 @@ from typing import NamedTuple
 from infra.audit.findings import Figures, Finding, Kind
 from infra.audit.history import History
 from infra.audit.request_log import RequestLog
+from infra.audit.transfers import Counted
 from schemas.records import Heartbeat
+from schemas.stream_state import Run
 
 
 class Reservation(NamedTuple):
@@ -54,6 +56,18 @@ def judge_workers(heartbeats: Iterable[Heartbeat], *, idle: bool) -> Iterator[Fi
                 "num_waiting": sum(last.num_waiting),
             }
             yield Finding(Kind.GHOST_SEQUENCE, None, None, figures)
+
+
+def counted_handoffs(heartbeats: Iterable[Heartbeat]) -> Counted:
+    """By the newest life of each worker slot: the handoffs in all its heartbeats but those that some lack."""
+    newest: dict[int, Run] = {}
+    found: dict[Run, frozenset[bytes]] = {}
+    for beat in heartbeats:
+        if beat.role == "worker" and beat.worker is not None:
+            run, handoffs = Run(beat.slot, beat.epoch), frozenset(beat.worker.handoffs)
+            newest[beat.slot] = max(run, newest.get(beat.slot, run))
+            found[run] = found.get(run, handoffs) & handoffs
+    return {run: found[run] for run in newest.values()}
 
 
 def judge_reservations(

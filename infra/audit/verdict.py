@@ -10,19 +10,24 @@ from infra.audit.findings import Report
 from infra.audit.fleet import Reservation, judge_reservations
 from infra.audit.history import History
 from infra.audit.request_log import RequestLog
+from infra.audit.transfers import Counted, TransferLog
 
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
     """Times are ms of the epoch. `asked_up_to`: inference.requests was read so far, `answered_up_to`:
-    inference.tokens, and all else some time later. `rows` of the billing table by request_id in hex, and
+    inference.tokens, and all else some time later; `transfers` up to `transferred_up_to`, and `counted` by
+    the heartbeats of the seconds behind that. `rows` of the billing table by request_id in hex, and
     `clients` by request_id; both may hold what is of other passes, which is left alone."""
 
     requests: RequestLog
+    transfers: TransferLog
     asked_up_to: int
     answered_up_to: int
+    transferred_up_to: int
     rows: Mapping[str, Sequence[BilledRow]]
     reservations: Sequence[Reservation] = ()
+    counted: Counted = field(default_factory=dict)
     clients: Mapping[bytes, Sequence[ClientRecord]] = field(default_factory=dict)
     door: TopicDoor = field(default_factory=TopicDoor)
 
@@ -47,6 +52,10 @@ def judge_all(evidence: Evidence, allowed: Tolerances, report: Report) -> int:
                 report.add(judge_client(record, requests.get(request_id)))
             report.looked_at["client records"] += len(records)
     report.add(evidence.door.judge(requests))
+    transfers = evidence.transfers
+    report.add(transfers.judge(evidence.counted, evidence.transferred_up_to, allowed))
+    report.add(transfers.counted_too_long(evidence.counted, evidence.answered_up_to))
+    report.looked_at["transfers"] += len(transfers)
     held = judge_reservations(evidence.reservations, requests, evidence.answered_up_to, allowed.clock_ms)
     report.add(held)
     report.looked_at["requests"] += len(requests)
