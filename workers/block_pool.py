@@ -98,8 +98,9 @@ class BlockPool:
         blocks = [free.popleft() for _ in range(min(n, len(free)))]
         while len(blocks) < n:
             blocks.append(self._evict())
+        ref_cnt = self._ref_cnt
         for block in blocks:
-            self._ref_cnt[block] = 1
+            ref_cnt[block] = 1
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -121,14 +122,15 @@ class BlockPool:
 
         Raises ValueError at a block that nobody holds: two tables believed that they owned it.
         """
+        ref_cnt, hashes, free = self._ref_cnt, self._hashes, self._free
         for block in blocks:
-            count = self._ref_cnt[block] - 1
+            count = ref_cnt[block] - 1
             if count < 0:
                 raise ValueError(f"block {block} is freed twice")
-            self._ref_cnt[block] = count
+            ref_cnt[block] = count
             if count == 0:
-                if self._hashes[block] is None:
-                    self._free.append(block)
+                if hashes[block] is None:
+                    free.append(block)
                 else:
                     self._free_cached[block] = None
 

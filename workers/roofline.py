@@ -133,7 +133,7 @@ class StepCosts(Protocol):
         """Of copying blocks to or from the host."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Roofline:
     """A model on a tensor-parallel group of GPUs.
 
@@ -190,9 +190,19 @@ class Roofline:
         """HBM that the weights take, over all GPUs."""
         return self.model.num_parameters * self.weight_dtype.num_bytes
 
-    @property
+    @cached_property  # asked for in every step, as the next two are
     def kv_bytes_per_token(self) -> int:
         return self.model.kv_bytes_per_token(self.kv_dtype)
+
+    @cached_property
+    def flops_per_s(self) -> float:
+        """Of all GPUs, as far as they are used."""
+        return self.tensor_parallel * self.device.flops(self.compute_dtype) * self.compute_utilisation
+
+    @cached_property
+    def hbm_bytes_per_s(self) -> float:
+        """Of all GPUs, as far as it is used."""
+        return self.tensor_parallel * self.device.hbm_bytes_per_s * self.bandwidth_utilisation
 
     @property
     def bytes_per_block(self) -> int:
@@ -218,16 +228,14 @@ class Roofline:
         model = self.model
         multiplied = load.num_tokens * model.layer_parameters + load.num_sampled * model.head_parameters
         attention = 4 * model.num_layers * model.num_heads * model.head_dim * load.attended_pairs
-        peak = self.tensor_parallel * self.device.flops(self.compute_dtype)
-        return (2 * multiplied + attention) / (peak * self.compute_utilisation)
+        return (2 * multiplied + attention) / self.flops_per_s
 
     def memory_seconds(self, load: StepLoad) -> float:
         """The weights are read once a step, and the KV of the contexts; new KV is written."""
         parameters = self.model.layer_parameters + (self.model.head_parameters if load.num_sampled else 0)
         num_bytes = parameters * self.weight_dtype.num_bytes
         num_bytes += (load.context_tokens + load.num_tokens) * self.kv_bytes_per_token
-        peak = self.tensor_parallel * self.device.hbm_bytes_per_s
-        return num_bytes / (peak * self.bandwidth_utilisation)
+        return num_bytes / self.hbm_bytes_per_s
 
     def step_seconds(self, load: StepLoad) -> float:
         """The slower of the two, for each overlaps the other, and the overhead."""
@@ -237,14 +245,13 @@ class Roofline:
         """`step_seconds` of steps that decode one token of each of `num_seqs` sequences, by the tokens of
         their contexts: each new token looks at all of its own. To the last bit, and ten times as fast.
         """
-        model, gpus = self.model, self.tensor_parallel
+        model = self.model
         fixed_flops = 2 * num_seqs * (model.layer_parameters + model.head_parameters)
         pair_flops = 4 * model.num_layers * model.num_heads * model.head_dim
-        flops_per_s = gpus * self.device.flops(self.compute_dtype) * self.compute_utilisation
+        flops_per_s, bytes_per_s = self.flops_per_s, self.hbm_bytes_per_s
         kv_bytes = self.kv_bytes_per_token
         fixed_bytes = (model.layer_parameters + model.head_parameters) * self.weight_dtype.num_bytes
         fixed_bytes += num_seqs * kv_bytes
-        bytes_per_s = gpus * self.device.hbm_bytes_per_s * self.bandwidth_utilisation
         overhead_s = self.overhead_s
 
         def seconds(context_tokens: int) -> float:

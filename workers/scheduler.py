@@ -26,6 +26,7 @@ from workers.stopping import Stopping
 from workers.waiting_queue import WaitingQueue
 
 _NONE_BLOCKED: frozenset[int] = frozenset()
+_CLASSES = tuple(PriorityClass)
 
 
 def _priority(request: Request) -> PriorityClass:
@@ -184,9 +185,9 @@ class Scheduler:
             beside_a_prompt = lower[: bisect_right(lower, PriorityClass.FREE, key=_priority)]
         plan.num_unsettled = len(beside_a_prompt)
         admitting = True
-        for priority in PriorityClass:
-            for request in prefills[priority]:
-                if request.status is RequestStatus.RUNNING:
+        for priority in _CLASSES:
+            for request in prefills:
+                if request.priority == priority and request.status is RequestStatus.RUNNING:
                     self._prompts.schedule_chunk(request, plan)
             # Who waits in a higher class keeps the lower ones from taking the blocks that it waits for.
             admitting = admitting and self._prompts.admit(priority, blocked_partitions, plan)
@@ -239,16 +240,16 @@ class Scheduler:
                 num_seqs, further, batch.num_context_tokens, seconds, batch.num_attended_pairs
             )
 
-    def _split_running(self, blocked_partitions: Set[int]) -> tuple[list[Request], list[list[Request]]]:
-        """Running requests that lack one token, and by class those that lack more."""
+    def _split_running(self, blocked_partitions: Set[int]) -> tuple[list[Request], list[Request]]:
+        """Running requests that lack one token, and those that lack more."""
         decodes: list[Request] = []
-        prefills: list[list[Request]] = [[] for _ in PriorityClass]
+        prefills: list[Request] = []
         for request in self.running:
             if blocked_partitions and request.reply_partition in blocked_partitions:
                 continue
             num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
             if num_tokens - request.num_computed_tokens > 1:
-                prefills[request.priority].append(request)
+                prefills.append(request)
             else:
                 decodes.append(request)
         return decodes, prefills

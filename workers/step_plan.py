@@ -76,8 +76,9 @@ class StepPlan:
         if self._target_s > 0 and (self.has_interactive_decode if interactive else self.is_timed):
             in_time = self._num_tokens_in_time(num_computed_tokens)
             if interactive:
-                floor = 0 if self.has_interactive_chunk else self._interactive_floor(num_computed_tokens)
-                num_tokens = min(num_tokens, max(in_time, floor))
+                if in_time < num_tokens and not self.has_interactive_chunk:
+                    in_time = max(in_time, self._interactive_floor(num_computed_tokens))
+                num_tokens = min(num_tokens, in_time)
             elif in_time < min(remaining, _MIN_CHUNK):
                 return 0
             else:

@@ -145,8 +145,17 @@ class StepTimeModel:
             b0 = b0 * f + x0
             b1 = b1 * f + x1
             b3 = b3 * f + x3
-            a02, a12, a22, a23, b2 = a02 * f, a12 * f, a22 * f, a23 * f, b2 * f
-            a04, a14, a24, a34, a44, b4 = a04 * f, a14 * f, a24 * f, a34 * f, a44 * f, b4 * f
+            a02 *= f
+            a04 *= f
+            a12 *= f
+            a14 *= f
+            a22 *= f
+            a23 *= f
+            a24 *= f
+            a34 *= f
+            a44 *= f
+            b2 *= f
+            b4 *= f
             if has_chunks:
                 x2, x4 = num_tokens * x0, num_pairs * x0
                 a02 += x0 * x2

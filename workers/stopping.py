@@ -19,15 +19,14 @@ class Stopping:
         output = request.output_token_ids
         if not output:
             return None
-        last, num_tokens = output[-1], len(output)
-        sampling = request.sampling
-        # An end token at one of the first min_tokens positions does not end the output.
-        if num_tokens > sampling.min_tokens and (
-            (last in self._eos_token_ids and not sampling.ignore_eos)
-            or (sampling.stop_token_ids and last in sampling.stop_token_ids)
-        ):
+        last, sampling = output[-1], request.sampling
+        stops = (last in self._eos_token_ids and not sampling.ignore_eos) or (
+            sampling.stop_token_ids and last in sampling.stop_token_ids
+        )
+        # At one of the first min_tokens positions it does not end the output.
+        if stops and len(output) > sampling.min_tokens:
             return FinishReason.STOP
-        if num_tokens >= request.max_output_tokens:
+        if len(output) >= request.max_output_tokens:
             return FinishReason.LENGTH
         return None
 
@@ -44,9 +43,9 @@ class Stopping:
             if constraint.error:
                 num_told = len(request.output_token_ids) - request.num_held_tokens
                 return RequestOutput(request, num_told, [], FinishReason.ERROR, constraint.error)
-        output = RequestOutput(request, len(request.output_token_ids), [token_id])
+        position = len(request.output_token_ids)
         request.output_token_ids.append(token_id)
-        output.finish_reason = self.finish_reason(request)
+        output = RequestOutput(request, position, [token_id], self.finish_reason(request))
         if logprobs is not None:
             output.logprobs = [logprobs]
         if request.stop_checker is not None:

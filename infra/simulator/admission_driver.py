@@ -55,6 +55,8 @@ class AdmissionDriver:
         self._num_events = 0
         self._epoch = self._join("admission", 0)
         self.admission.fleet.watch_as("admission", 0, self._epoch)
+        # What it says of its partitions is for other processes.
+        self._own_heartbeat = Heartbeat("admission", 0, self._epoch, _NONCE)
 
     def start_worker(self, slot: int) -> int:
         """A run joins; returns its epoch."""
@@ -77,8 +79,7 @@ class AdmissionDriver:
     def on_heartbeats(self, heartbeats: Iterable[Heartbeat], sent_at: float, now: float) -> list[Action]:
         """A batch of fleet.heartbeats that the broker took at `sent_at`, this process's own, and a tick."""
         admission, timestamp = self.admission, milliseconds(sent_at)
-        own = Heartbeat("admission", 0, self._epoch, _NONCE, partitions=admission.partition_statuses())
-        for heartbeat in (*heartbeats, own):
+        for heartbeat in (*heartbeats, self._own_heartbeat):
             admission.fleet.on_heartbeat(heartbeat, timestamp)
         at = milliseconds(now)
         return [*admission.tick(at), *admission.fleet_changed(at)]

@@ -12,6 +12,8 @@ Not planned are steps that would preempt, or that the inter-token target would h
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import attrgetter
 
 from schemas.priority import PriorityClass
 from workers.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
@@ -27,11 +29,12 @@ _MAX_PLANNED = 32
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A running request. `end` is the step that gives its last token; up to `synced` it has its tokens."""
+    """A running request. `end` is the step that gives its last token; up to `synced` it has its tokens.
+    `bucket` has those whose blocks are due in the same steps."""
 
     request: Request
-    index: int
     end: int
+    bucket: list["_Member"]
     synced: int = 0
 
 
@@ -63,16 +66,19 @@ class DecodeRun:
         self._members: list[_Member] = []
         block_size, buckets, num_by_class = self._kv.block_size, self._buckets, self._num_by_class
         num_context_tokens = 0
-        for index, request in enumerate(scheduler.running):
-            member = _Member(request, index, num_left(request))
-            self._members.append(member)
+        for request in scheduler.running:
             num_computed = request.num_computed_tokens
             num_context_tokens += num_computed
             # A block is due where the table is full, and then every block_size steps.
-            buckets[(1 - num_computed) % block_size].append(member)
+            bucket = buckets[(1 - num_computed) % block_size]
+            member = _Member(request, num_left(request), bucket)
+            self._members.append(member)
+            bucket.append(member)
             num_by_class[request.priority] += 1
         self._num_context_tokens = num_context_tokens
-        self._by_end = sorted(self._members, key=lambda m: (m.end, m.index), reverse=True)
+        # The next to end is the last; of those that end together, the first in the batch.
+        self._by_end = sorted(self._members, key=attrgetter("end"))
+        self._by_end.reverse()
 
     @staticmethod
     def can_run(scheduler: Scheduler) -> bool:
@@ -120,21 +126,23 @@ class DecodeRun:
             if not _is_in_time(self._scheduler, num_seqs, self._num_context_tokens):
                 return False
             last = step + 1
-        sizes = [len(bucket) for bucket in self._buckets]
-        block_size, free = self._kv.block_size, self._kv.num_free_blocks
-        context, at = self._num_context_tokens, now
-        seconds_of = self._roofline.decode_seconds(num_seqs)
-        while step < last:
-            step += 1
-            free -= sizes[step % block_size]
-            if free < 0:
-                break
-            context += num_seqs
-            seconds = seconds_of(context)
-            at += seconds
-            self._seconds.append(seconds)
-            self.ends.append(at)
+        num_steps = self._num_steps_with_blocks(last - step)
+        first = self._num_context_tokens + num_seqs
+        contexts = range(first, first + num_steps * num_seqs, num_seqs)
+        self._seconds = list(map(self._roofline.decode_seconds(num_seqs), contexts))
+        _, *self.ends = accumulate(self._seconds, initial=now)
         return bool(self.ends)
+
+    def _num_steps_with_blocks(self, most: int) -> int:
+        """For how many of the next steps, `most` at most, there are blocks."""
+        block_size, free = self._kv.block_size, self._kv.num_free_blocks
+        if free >= len(self._members) * -(-most // block_size):
+            return most
+        for num_steps in range(most):
+            free -= len(self._buckets[(self.num_done + num_steps + 1) % block_size])
+            if free < 0:
+                return num_steps
+        return most
 
     def cut(self, now: float) -> None:
         """Something comes at `now`: the step that is being computed is the last one of the plan."""
@@ -158,10 +166,10 @@ class DecodeRun:
                         cache_computed(member.request)
         else:
             self._grow([(m, at) for at in range(first, step + 1) for m in buckets[at % block_size]])
-        steps = [(context + num_seqs * number, each) for number, each in enumerate(seconds, 1)]
+        contexts = range(context + num_seqs, context + num_seqs * (len(seconds) + 1), num_seqs)
         # As `Scheduler.observe` does. Nobody asks meter or model before the last of these steps is over.
         self._scheduler.meter.add_decodes(num_seqs, seconds)
-        self._scheduler.step_time.observe_steps(num_seqs, 0, steps)
+        self._scheduler.step_time.observe_steps(num_seqs, 0, zip(contexts, seconds, strict=True))
         self.num_done, self._num_context_tokens = step, context + num_seqs * len(seconds)
         del self.ends[:num_steps], self._seconds[:num_steps]
         ended: list[Request] = []
@@ -176,12 +184,14 @@ class DecodeRun:
 
     def _grow(self, due: list[tuple[_Member, int]]) -> None:
         """Gives each member the block that it needs in a step: (member, step), in the order of the steps."""
-        budget = self._scheduler.budget
+        budget, running = self._scheduler.budget, self._scheduler.running
         grown = self._kv.append_blocks([member.request for member, _ in due])
         for request, (member, step) in zip(grown, due, strict=True):
             if len(request.block_table) > request.num_expected_blocks:
                 self._sync(member, step - 1)  # it is longer than was expected: what is expected now?
-            budget.on_allocated(request, 1)
+                budget.on_allocated(request, 1)
+            else:
+                running.on_allocated(request, 1)
 
     def _sync(self, member: _Member, step: int) -> None:
         num_tokens = step - member.synced
@@ -205,9 +215,7 @@ class DecodeRun:
         self._num_by_class[request.priority] -= 1
         # Context tokens of a request that has ended are of no step to come: prompt and output but the last.
         self._num_context_tokens -= request.num_tokens - 1
-        for bucket in self._buckets:
-            if member in bucket:
-                bucket.remove(member)
+        member.bucket.remove(member)
         return request
 
 

@@ -92,9 +92,10 @@ class Simulation:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            while events and not self._is_over():
-                self.now, *_, call = heapq.heappop(events)
-                call()
+            while events and (self.now < scenario.duration or not self._is_over()):
+                event = heapq.heappop(events)
+                self.now = event[0]
+                event[4]()
         finally:
             if collecting:
                 gc.enable()

@@ -136,7 +136,7 @@ class SimulatedWorker:
         elif self._step is not None:
             batch, seconds = self._step
             self._step = None
-            tokens = [self._next_token(s.request) if s.samples else None for s in batch.scheduled]
+            tokens = self._sample(batch)
             if self.handoffs is not None:
                 self.handoffs.on_step(batch, tokens, now - seconds, now)
             outputs = self.scheduler.update_from_output(batch, RunnerOutput(tokens))
@@ -228,10 +228,10 @@ class SimulatedWorker:
 
     def _can_leap(self, now: float) -> bool:
         """Also, all had their last token now: else those that had to stand still have a gap of their own."""
+        if not DecodeRun.can_run(self.scheduler):
+            return False
         flights = self._flights
-        return DecodeRun.can_run(self.scheduler) and all(
-            flights[request.request_id].last_token_at == now for request in self.scheduler.running
-        )
+        return {flights[request.request_id].last_token_at for request in self.scheduler.running} == {now}
 
     def _go_on(self, now: float) -> bool:
         run = self._run
@@ -361,9 +361,17 @@ class SimulatedWorker:
         assert reason is not None
         return Ended(self._flights[request.request_id], request, reason, error)
 
-    def _next_token(self, request: Request) -> int:
-        num_tokens = len(request.output_token_ids) + 1
-        return EOS_TOKEN_ID if num_tokens == self._num_output_tokens[request.request_id] else TOKEN_ID
+    def _sample(self, batch: SchedulerOutput) -> list[int | None]:
+        tokens: list[int | None] = []
+        num_output_tokens = self._num_output_tokens
+        for sequence in batch.scheduled:
+            if not sequence.samples:
+                tokens.append(None)
+                continue
+            request = sequence.request
+            is_last = len(request.output_token_ids) + 1 == num_output_tokens[request.request_id]
+            tokens.append(EOS_TOKEN_ID if is_last else TOKEN_ID)
+        return tokens
 
     def _num_left(self, request: Request) -> int:
         """Tokens that are to come of the request."""

@@ -59,8 +59,10 @@ class RoutingPolicy:
         The best come first, and each is asked for room only when it is taken from `rated`.
         """
         best, chosen = next(rated)
+        if prefix is None:
+            return chosen
         near = [worker for _, worker in takewhile(lambda entry: entry[0] <= best + NEAR, rated)]
-        hint = prefix.hint if prefix is not None and near else None
+        hint = prefix.hint if near else None
         if hint is not None:
             chosen = max(chosen, *near, key=lambda worker: rendezvous(hint, worker.slot))
         return chosen

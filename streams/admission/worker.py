@@ -82,6 +82,7 @@ class Worker:
     _num_acked: list[int] = field(default_factory=_no_counts)
     _unseen: list[int] = field(default_factory=_no_counts)
     _lower: dict[int, Lower | None] = field(default_factory=dict)
+    _prefill_ahead: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._sum_up()
@@ -276,8 +277,11 @@ class Worker:
 
     def prefill_ahead(self, priority: int) -> int:
         """Prompt tokens that are computed before those of a request of the class that comes now."""
-        told = sum(load.prefill_tokens for load in self.status.by_class[: priority + 1])
-        return told + sum(self._in_flight_prefill[: priority + 1])
+        ahead = self._prefill_ahead.get(priority)
+        if ahead is None:
+            told = sum(load.prefill_tokens for load in self.status.by_class[: priority + 1])
+            ahead = self._prefill_ahead[priority] = told + sum(self._in_flight_prefill[: priority + 1])
+        return ahead
 
     def queued_tokens(self, priority: int) -> int:
         """Of `prefill_ahead` those of prompts, without the next token of each sequence that runs."""
@@ -346,6 +350,7 @@ class Worker:
         )
         self.max_tokens = min(status.max_model_len, status.num_blocks * status.block_size + 1)
         self._lower.clear()
+        self._prefill_ahead.clear()
 
 
 def num_tokens(request: InferenceRequest, expected_output_tokens: int) -> int:
