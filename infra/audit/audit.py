@@ -7,7 +7,6 @@ had time to be done, and what began meanwhile is not looked at.
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from infra.audit.batches import TopicDoor, billed_of, judge_job, judge_sums, jud
 from infra.audit.checks import BilledRow, Tolerances
 from infra.audit.clients import ClientRecord
 from infra.audit.findings import Report
-from infra.audit.fleet import counted_handoffs, judge_workers
+from infra.audit.fleet import counted_handoffs, judge_workers, never_rested
 from infra.audit.reading import TopicReader, read_billed, read_reservations, read_result_lines
 from infra.audit.request_log import RequestLog
 from infra.audit.transfers import TransferLog
@@ -239,15 +238,15 @@ class _Audit:
 
     async def _judge_workers(self, beats: list[Heartbeat]) -> None:
         # A request that came after the mark may run: then only a worker that rests can be judged.
-        idle = self._num_open == 0 and not await self._reader.grown(topics.REQUESTS)
+        idle = self._num_open == 0 and not await self._reader.came_since(topics.REQUESTS, InferenceRequest)
         if idle:
             beats = await self._heartbeats()
         self._report.looked_at["workers"] = len({beat.slot for beat in beats if beat.role == "worker"})
         self._report.add(judge_workers(beats, idle=idle))
-        busy = Counter(beat.slot for beat in beats if beat.worker is not None and beat.worker.num_running)
-        if not idle and busy:
+        if not idle and (busy := never_rested(beats)):
             self._report.not_judged.append(
-                f"blocks of workers that never rested: requests are open ({self._num_open}) or came meanwhile"
+                f"blocks of workers {busy}, that never rested:"
+                f" requests are open ({self._num_open}) or came meanwhile"
             )
 
 

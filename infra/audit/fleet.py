@@ -7,7 +7,7 @@ from infra.audit.findings import Figures, Finding, Kind
 from infra.audit.history import History
 from infra.audit.request_log import RequestLog
 from infra.audit.transfers import Counted
-from schemas.records import Heartbeat
+from schemas.records import Heartbeat, WorkerStatus
 from schemas.stream_state import Run
 
 
@@ -28,15 +28,8 @@ def judge_workers(heartbeats: Iterable[Heartbeat], *, idle: bool) -> Iterator[Fi
     A leaked block never comes back: so one moment with all of them free, or with nothing that runs, decides.
     Blocks that are cached and held by nobody count as free. `idle`: no request is open at all.
     """
-    newest: dict[int, int] = {}
-    beats: dict[tuple[int, int], list[Heartbeat]] = {}
-    for beat in heartbeats:
-        if beat.role == "worker" and beat.worker is not None:
-            newest[beat.slot] = max(beat.epoch, newest.get(beat.slot, 0))
-            beats.setdefault((beat.slot, beat.epoch), []).append(beat)
-    for slot, epoch in sorted(newest.items()):
-        said = [beat.worker for beat in beats[slot, epoch] if beat.worker is not None]
-        resting = [each for each in said if each.num_running == 0 and not any(each.num_waiting)]
+    for (slot, epoch), said in _newest_lives(heartbeats):
+        resting = [each for each in said if _rests(each)]
         last = said[-1]
         if resting:
             free = max(each.free_blocks for each in resting)
@@ -60,14 +53,31 @@ def judge_workers(heartbeats: Iterable[Heartbeat], *, idle: bool) -> Iterator[Fi
 
 def counted_handoffs(heartbeats: Iterable[Heartbeat]) -> Counted:
     """By the newest life of each worker slot: the handoffs in all its heartbeats but those that some lack."""
-    newest: dict[int, Run] = {}
-    found: dict[Run, frozenset[bytes]] = {}
+    return {
+        Run(*life): frozenset.intersection(*(frozenset(each.handoffs) for each in said))
+        for life, said in _newest_lives(heartbeats)
+    }
+
+
+def never_rested(heartbeats: Iterable[Heartbeat]) -> list[int]:
+    """The worker slots whose newest life had something that ran or waited in each of these."""
+    return [slot for (slot, _), said in _newest_lives(heartbeats) if not any(map(_rests, said))]
+
+
+def _newest_lives(heartbeats: Iterable[Heartbeat]) -> Iterator[tuple[tuple[int, int], list[WorkerStatus]]]:
+    """Each worker slot's last epoch and what it said, in order."""
+    newest: dict[int, int] = {}
+    said: dict[tuple[int, int], list[WorkerStatus]] = {}
     for beat in heartbeats:
         if beat.role == "worker" and beat.worker is not None:
-            run, handoffs = Run(beat.slot, beat.epoch), frozenset(beat.worker.handoffs)
-            newest[beat.slot] = max(run, newest.get(beat.slot, run))
-            found[run] = found.get(run, handoffs) & handoffs
-    return {run: found[run] for run in newest.values()}
+            newest[beat.slot] = max(beat.epoch, newest.get(beat.slot, 0))
+            said.setdefault((beat.slot, beat.epoch), []).append(beat.worker)
+    for life in sorted(newest.items()):
+        yield life, said[life]
+
+
+def _rests(worker: WorkerStatus) -> bool:
+    return worker.num_running == 0 and not any(worker.num_waiting)
 
 
 def judge_reservations(

@@ -79,10 +79,17 @@ class TopicReader:
         for name in names:
             self._ends[name] = await self._consumer.end_offsets(self._partitions(name))
 
-    async def grown(self, name: str) -> bool:
-        """Whether something was added since `mark`."""
-        ends: dict[Any, int] = await self._consumer.end_offsets(self._partitions(name))
-        return ends != self._ends[name]
+    async def came_since(self, name: str, kind: type) -> bool:
+        """Whether a record of this kind was added since `mark`."""
+        ends = await self._consumer.end_offsets(self._partitions(name))
+        found = False
+
+        def take(value: Any, record: Any) -> None:
+            nonlocal found
+            found = found or isinstance(value, kind)
+
+        await scan(self._consumer, self._ends[name], ends, self._decoding(name, take))
+        return found
 
     async def read(self, name: str, take: Take, margin_ms: int = 0) -> None:
         """From `margin_ms` before the time that is looked at up to the mark, partition by partition in order;

@@ -10,9 +10,10 @@ from infra.audit.batches import judge_time
 from infra.audit.checks import Tolerances
 from infra.audit.clients import ClientRecordError, read_client_records
 from infra.audit.findings import Kind
+from infra.audit.fleet import judge_workers, never_rested
 from infra.cli import app
 from schemas.headers import BATCH
-from schemas.records import BatchJob, BatchState
+from schemas.records import BatchJob, BatchState, Heartbeat, WorkerStatus
 from streams.admission.limits import Limits, OpenReservation
 from streams.ledger.batch_item import Shape, Source
 from streams.ledger.batch_records import asked_request, request_id_of
@@ -95,3 +96,18 @@ def test_the_time_looked_at_ends_where_tokens_age_out() -> None:
     answer = CliRunner().invoke(app, ["audit", "--kafka", "127.0.0.1:1", "--sql", "x", "--last", "3h"])
     assert answer.exit_code == 1
     assert "inference.tokens is kept for 2 h" in answer.output
+
+
+def beat(slot: int, epoch: int, running: int, free: int) -> Heartbeat:
+    status = WorkerStatus(
+        "m", 100, False, 100, free, 16, 4, running, [0, 0, 0], 0, [0, 0, 0], 0, 1.0, 2.0, 3.0
+    )
+    return Heartbeat("worker", slot, epoch, b"", worker=status)
+
+
+def test_a_worker_that_rested_once_is_judged_and_one_that_never_did_is_told() -> None:
+    beats = [beat(0, 1, 2, 80), beat(0, 1, 0, 100), beat(1, 1, 0, 100), beat(1, 2, 1, 90), beat(2, 1, 0, 99)]
+    assert never_rested(beats) == [1]
+    assert [(f.kind, f.figures["slot"]) for f in judge_workers(beats, idle=False)] == [(Kind.LEAKED_BLOCK, 2)]
+    idle = [(f.kind, f.figures["slot"]) for f in judge_workers(beats, idle=True)]
+    assert idle == [(Kind.GHOST_SEQUENCE, 1), (Kind.LEAKED_BLOCK, 2)]
