@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from infra.chaos_run.stepped_clock import step_by_file
+
 ARMED = "CHAOS_ARMED"
 
 # Where a process can be killed, and what is not done yet there.
@@ -36,6 +38,8 @@ SLOW, WRONG = "worker.slow", "worker.wrong_tokens"
 # While it lasts no row can be written.
 STORE_AWAY = "ledger.store_away"
 _SLOWER = 10
+# A process's clock is off by as many milliseconds as `<this>-<process>` says.
+CLOCK = "clock"
 
 
 def _path(name: str) -> Path:
@@ -169,6 +173,7 @@ def _loops() -> Iterable[asyncio.AbstractEventLoop]:
 def main(argv: list[str]) -> int:
     signal.signal(signal.SIGUSR1, _tell_tasks)
     service, rest = argv[0], argv[1:]
+    step_by_file(_path(f"{CLOCK}-{service}-{os.environ['HEADRACE_SLOT']}"))
     if service == "worker":
         from workers.__main__ import main as worker
 

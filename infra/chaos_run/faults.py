@@ -21,6 +21,7 @@ _LOOK_S = 0.02
 # Of a machine that has too much to do: how long it took is in the figures.
 _BROKER_START_S = 180.0
 _LEADERLESS_S = 8.0
+_CLOCK_OFF_S = 12.0
 _ROLES = ("gateway", "admission", "ledger", "worker")
 
 
@@ -157,6 +158,18 @@ async def _while(state: str, seconds: float, chaos: ChaosStack, rng: random.Rand
     return name
 
 
+async def _clock_stepped(seconds: float, chaos: ChaosStack, rng: random.Random) -> str:
+    """The clock of one process is off for a while, and then right again."""
+    name = _one(chaos, rng, rng.choice(_ROLES))
+    file = chaos.armed / f"{failpoints.CLOCK}-{name}"
+    file.write_text(str(int(seconds * 1_000)))
+    try:
+        await asyncio.sleep(_CLOCK_OFF_S)
+    finally:
+        file.unlink()
+    return name
+
+
 async def _disk_full(seconds: float, chaos: ChaosStack, rng: random.Random) -> str:
     """No file can be written; what is there can be read."""
     if chaos.small_disk is None:
@@ -216,6 +229,8 @@ def faults(*, simulated: bool, brokers: int) -> dict[str, Fault]:
         found[WRONG_TOKENS] = _wrong_tokens
         found["worker_slow_10s"] = partial(_while, failpoints.SLOW, 10.0)
     found |= {
+        "clock_10s_ahead": partial(_clock_stepped, 10.0),
+        "clock_10s_behind": partial(_clock_stepped, -10.0),
         "clickhouse_away_20s": partial(_while, failpoints.STORE_AWAY, 20.0),
         "broker_away_20s": partial(_broker_away, 20.0),
         "broker_away_45s": partial(_broker_away, 45.0),
