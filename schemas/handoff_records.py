@@ -96,3 +96,7 @@ class TransferEnded:
     writes_closed: bool
     may_land: bool
     reason: str = ""
+
+
+Message = Offer | Reserved | Handoff | TransferEnded
+"""What lies on inference.decode."""

@@ -125,6 +125,19 @@ def fleet_client(bootstrap: str) -> AbstractAsyncContextManager[FleetClient]:
     return FleetClient.open(bootstrap, LAYOUT, read)
 
 
+def handoff_client(bootstrap: str) -> AbstractAsyncContextManager[FleetClient]:
+    """One that also reads what workers with roles say to each other."""
+    read = (
+        topics.TOKENS,
+        topics.USAGE,
+        topics.EVENTS,
+        topics.HEARTBEATS,
+        topics.DECODE,
+        topics.dlq(topics.DECODE),
+    )
+    return FleetClient.open(bootstrap, LAYOUT, read)
+
+
 _numbers = iter(range(1, 1 << 30))
 
 

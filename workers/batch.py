@@ -99,3 +99,13 @@ class ModelRunner(Protocol):
 
     def execute(self, batch: SchedulerOutput) -> RunnerOutput:
         """Copies the blocks that are swapped, then runs the batch if there is one."""
+
+
+class StepWatcher(Protocol):
+    """Who must see each step: on workers with a role, who hands KV over. In the engine's thread."""
+
+    def before(self, batch: SchedulerOutput) -> None:
+        """Planned, and not executed."""
+
+    def after(self, batch: SchedulerOutput) -> None:
+        """Executed, if there was anything to execute, and not booked."""

@@ -25,6 +25,8 @@ class BatchedAttention:
     ) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         reshape_and_cache_ref(key, value, keys, values, self.slot_mapping)
+        if self.cache.on_stored is not None:
+            self.cache.on_stored(layer)
         # What decodes reads the memory of all heads as one piece.
         return paged_attention_cpu(query.contiguous(), keys, values, self.plans[sliding_window], scale=1.0)
 

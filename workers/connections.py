@@ -1,10 +1,11 @@
-"""A worker's Kafka clients: four producers and two consumers that must not wait for one another."""
+"""A worker's Kafka clients, which must not wait for one another: four producers and two consumers, and one
+more of each where it hands KV over."""
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
@@ -39,6 +40,9 @@ _USED = (
 )
 
 
+_USED_FOR_HANDOFFS = (topics.DECODE, topics.dlq(topics.DECODE))
+
+
 class KafkaUnavailableError(RuntimeError):
     """Kafka, or the topics on it, are not as the settings say; the message says what to do."""
 
@@ -61,11 +65,16 @@ class Connections:
     decisions: AIOKafkaProducer
     mailbox: AIOKafkaConsumer
     cancellations: AIOKafkaConsumer
+    handoffs: AIOKafkaProducer | None = None
+    fleet: AIOKafkaConsumer | None = None
 
 
 @contextlib.asynccontextmanager
-async def connect(bootstrap_servers: str, layout: Layout, timeout: float) -> AsyncIterator[Connections]:
-    """Open clients that know all topics already, so that no first record waits for that.
+async def connect(
+    bootstrap_servers: str, layout: Layout, timeout: float, *, hands_over: bool = False
+) -> AsyncIterator[Connections]:
+    """Open clients that know all topics already, so that no first record waits for that. `hands_over`: with
+    those for handoffs.
 
     Raises KafkaUnavailableError after `timeout` seconds, or when a topic is missing or of another size.
     """
@@ -90,6 +99,14 @@ async def connect(bootstrap_servers: str, layout: Layout, timeout: float) -> Asy
                     mailbox=await start(lambda: AIOKafkaConsumer(**settings, **BUSY_CONSUMER_SETTINGS)),
                     cancellations=await start(lambda: AIOKafkaConsumer(**settings, **CONSUMER_SETTINGS)),
                 )
+                if hands_over:
+                    connections = replace(
+                        connections,
+                        handoffs=await start(
+                            lambda: lasting(AIOKafkaProducer(**settings, **PRODUCER_SETTINGS))
+                        ),
+                        fleet=await start(lambda: AIOKafkaConsumer(**settings, **BUSY_CONSUMER_SETTINGS)),
+                    )
                 await _check_topics(connections, layout)
         except TimeoutError:
             raise KafkaUnavailableError(
@@ -123,7 +140,7 @@ async def start_client(make: Callable[[], C], bootstrap_servers: str) -> C:
 async def _check_topics(connections: Connections, layout: Layout) -> None:
     wanted = {spec.name: spec.partitions for spec in topics.topic_specs(layout)}
     errors = []
-    for topic in _USED:
+    for topic in _USED + (_USED_FOR_HANDOFFS if connections.handoffs else ()):
         try:
             found = len(await connections.tokens.partitions_for(topic))
         except KafkaError:
@@ -137,6 +154,7 @@ async def _check_topics(connections: Connections, layout: Layout) -> None:
         (connections.usage, (topics.USAGE, topics.EVENTS, topics.SCHEMAS)),
         (connections.heartbeats, (topics.HEARTBEATS,)),
         (connections.decisions, (topics.DECISIONS,)),
+        *(((connections.handoffs, (topics.DECODE,)),) if connections.handoffs else ()),
     ):
         for topic in used:
             await producer.partitions_for(topic)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from schemas.priority import PriorityClass
 from schemas.records import SamplingParams
-from workers.batch import ModelRunner, SchedulerOutput
+from workers.batch import ModelRunner, SchedulerOutput, StepWatcher
 from workers.engine_stats import EngineStats
 from workers.kv_cache_manager import KVCacheManager
 from workers.preemption import SwapCost
@@ -46,6 +46,7 @@ class Engine:
         swap_cost = SwapCost(runner.bytes_per_block, runner.swap_bytes_per_s) if num_host_blocks else None
         self.scheduler = Scheduler(config, kv_cache_manager, eos_token_ids, swap_cost)
         self._clock = clock
+        self.watcher: StepWatcher | None = None
 
     def add_request(self, request: Request) -> list[RequestOutput]:
         """See `Scheduler.add_request`."""
@@ -62,9 +63,16 @@ class Engine:
         """One turn of the loop. An empty batch is not executed: nothing could be scheduled."""
         began = self._clock()
         batch = self.scheduler.schedule(blocked_partitions)
+        watcher = self.watcher
+        if watcher is not None:
+            watcher.before(batch)
         if not batch.scheduled and not batch.swap_out and not batch.swap_in:
+            if watcher is not None:
+                watcher.after(batch)
             return batch, []
         sampled = self.runner.execute(batch)
+        if watcher is not None:
+            watcher.after(batch)
         outputs = self.scheduler.update_from_output(batch, sampled)
         self.scheduler.observe(batch, self._clock() - began)
         return batch, outputs
@@ -105,6 +113,10 @@ class _Read:
     next_offset: int
 
 
+# To be done between two steps; returns what it gave or ended.
+EngineCall = Callable[[], list[RequestOutput]]
+
+
 class EngineThread:
     """Turns an engine in a thread of its own. All methods may be called from any thread and never wait.
 
@@ -124,7 +136,7 @@ class EngineThread:
         self._on_results = on_results
         self._on_fatal = on_fatal
         self._clock = clock
-        self._inputs: deque[Request | _Abort | _Read] = deque()
+        self._inputs: deque[Request | _Abort | _Read | EngineCall] = deque()
         self._results: deque[StepResult] = deque()
         self._wake = threading.Event()
         self._stopping = False
@@ -162,6 +174,10 @@ class EngineThread:
         """Ends the request before the next step, if its attempt is at most `attempt`."""
         self._put(_Abort(request_id, attempt))
 
+    def call(self, call: EngineCall) -> None:
+        """Has it called in the engine thread, before the next step and after all that was put before."""
+        self._put(call)
+
     def note_read(self, priority: PriorityClass, next_offset: int) -> None:
         """Says up to where the mailbox was read; shows in `stats` once all added before it does too."""
         self._put(_Read(priority, next_offset))
@@ -185,7 +201,7 @@ class EngineThread:
         since = self._busy_since
         return 0.0 if since is None else max(0.0, now - since)
 
-    def _put(self, item: Request | _Abort | _Read) -> None:
+    def _put(self, item: Request | _Abort | _Read | EngineCall) -> None:
         self._inputs.append(item)
         self._wake.set()
 
@@ -232,8 +248,10 @@ class EngineThread:
                 outputs += self.engine.add_request(item)
             elif isinstance(item, _Abort):
                 outputs += self.engine.abort(item.request_id, item.attempt)
-            else:
+            elif isinstance(item, _Read):
                 self._read_offsets[item.priority] = item.next_offset
+            else:
+                outputs += item()
         return outputs
 
     def _look(self) -> EngineStats:

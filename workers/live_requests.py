@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from schemas.headers import ReplyTo
-from schemas.records import Cancellation, Dispatch
+from schemas.records import Cancellation, Dispatch, InferenceRequest
 from workers.attempt_memory import AttemptMemory
 from workers.cancellations import Cancellations
 from workers.request import FinishReason, Request
@@ -105,6 +105,10 @@ class LiveRequests:
         if self._cancellations.covers(wanted.request_id, wanted.attempt, now):
             return live, End(FinishReason.CANCELLED)
         return live, End(FinishReason.ERROR, error) if error else None
+
+    def is_cancelled(self, wanted: InferenceRequest, now: float) -> bool:
+        """Whether it was cancelled before it came."""
+        return self._cancellations.covers(wanted.request_id, wanted.attempt, now)
 
     def on_cancellation(self, cancellation: Cancellation, now: float) -> bool:
         """True if a live attempt is meant and must be stopped; else it is remembered if it may mean one."""

@@ -10,6 +10,8 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 
 from schemas import headers, topics
 from schemas.codec import CodecError, UnknownSchemaError, decode, default_codec
+from schemas.fleet import FleetEvent
+from schemas.handoff_records import Message
 from schemas.headers import ReplyTo
 from schemas.priority import PriorityClass
 from schemas.records import Dispatch, Join
@@ -32,7 +34,13 @@ class Receiver(Protocol):
         """All dispatches of a class below `next_offset` were handed over."""
 
     def on_undecodable(self, record: ConsumerRecord, to: ReplyTo | None, error: CodecError) -> None:
-        """A dispatch that cannot be decoded; its headers may say whose it is."""
+        """A dispatch or message that cannot be decoded; its headers may say whose it is."""
+
+    def on_handoff(self, message: Message, traceparent: str | None) -> None:
+        """Of another worker, about KV that comes or goes."""
+
+    def on_fleet_event(self, event: FleetEvent, offset: int) -> None:
+        """Some process joined, drains or left."""
 
 
 class Mailbox:
@@ -44,9 +52,12 @@ class Mailbox:
     and 40 at the broker (measured with 5 and 17 partitions, on two busy cores).
     """
 
-    def __init__(self, consumer: AIOKafkaConsumer, slot: int) -> None:
+    def __init__(self, consumer: AIOKafkaConsumer, slot: int, *, hands_over: bool = False) -> None:
+        """`hands_over`: it reads what other workers say about handoffs, too."""
         self._consumer = consumer
         self._slot = slot
+        decode = topics.slot_partitions(slot) if hands_over else ()
+        self._decode = [TopicPartition(topics.DECODE, p) for p in decode]
         self._prefill = [TopicPartition(topics.PREFILL, p) for p in topics.slot_partitions(slot)]
         self._events = TopicPartition(topics.EVENTS, 0)
         self._schemas = TopicPartition(topics.SCHEMAS, 0)
@@ -58,7 +69,7 @@ class Mailbox:
 
         To be called before Join: what is dispatched to the new epoch lies behind these offsets.
         """
-        partitions = [*self._prefill, self._events]
+        partitions = [*self._prefill, *self._decode, self._events]
         beginning = await self._consumer.beginning_offsets([self._schemas])
         places = beginning | await self._consumer.end_offsets(partitions)
         # Nothing may run between these lines: a partition without a place is an error to the consumer.
@@ -69,7 +80,7 @@ class Mailbox:
         return tuple(places[partition] for partition in self._prefill)
 
     def close_door(self) -> None:
-        """No more dispatches are read; events still are."""
+        """No more dispatches are read; events, and what is said about handoffs, still are."""
         self._takes_dispatches = False
         self._consumer.pause(*self._prefill)
 
@@ -84,10 +95,12 @@ class Mailbox:
             for partition, records in sorted(fetched.items(), key=_reading_order):
                 if partition.topic == topics.PREFILL:
                     await self._read_dispatches(partition, records, receiver)
+                elif partition.topic == topics.DECODE:
+                    await self._read_messages(records, receiver)
                 elif partition.topic == topics.SCHEMAS:
                     _learn(records)
                 else:
-                    await self._read_events(records, epoch)
+                    await self._read_events(records, epoch, receiver)
             await asyncio.sleep(0)  # getmany does not yield while it has records at hand
 
     async def _read_dispatches(
@@ -106,7 +119,18 @@ class Mailbox:
                 receiver.on_dispatch(dispatch, headers.traceparent(record.headers))
         receiver.on_read(topics.priority_of(partition.partition), records[-1].offset + 1)
 
-    async def _read_events(self, records: Sequence[ConsumerRecord], epoch: int) -> None:
+    async def _read_messages(self, records: Sequence[ConsumerRecord], receiver: Receiver) -> None:
+        for record in records:
+            try:
+                message = await self.decode(record)
+                if not isinstance(message, Message):
+                    raise CodecError(f"a {type(message).__name__} record in a mailbox for handoffs")
+            except CodecError as error:
+                receiver.on_undecodable(record, headers.reply_to(record.headers), error)
+            else:
+                receiver.on_handoff(message, headers.traceparent(record.headers))
+
+    async def _read_events(self, records: Sequence[ConsumerRecord], epoch: int, receiver: Receiver) -> None:
         for record in records:
             try:
                 event = await self.decode(record)
@@ -121,6 +145,8 @@ class Mailbox:
                 raise SupersededError(
                     f"epoch {record.offset} has joined in slot {self._slot}, this is {epoch}"
                 )
+            if isinstance(event, FleetEvent):
+                receiver.on_fleet_event(event, record.offset)
 
     async def decode(self, record: ConsumerRecord) -> Any:
         """The record, which may be a newer writer's; of any partition, in any task. Raises CodecError."""

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from kernels.dispatch import triton_operations
+from schemas.kv_layout import KVLayout
 from workers.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
+from workers.block_pool import BLOCK_SIZE
 from workers.decode_graphs import decode_buckets
 from workers.device import device_problem
 from workers.device_memory import check_fits_device
 from workers.device_sampler import DeviceSampler
 from workers.followers import Followers
+from workers.handoff.kv_pool import Bytes
 from workers.memory import available_bytes
 from workers.memory_check import check_fits
 from workers.model_shard import (
@@ -166,6 +169,32 @@ class TorchModelRunner:
     def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Allocates the pools once; block ids are 0 … num_blocks - 1 and 0 … num_host_blocks - 1."""
         self._execute(InitializeKVCache(num_blocks, num_host_blocks))
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """How its pools lie in memory."""
+        config = self._model.config
+        dtype = str(self._options.kv_dtype).removeprefix("torch.")
+        arithmetic = "deterministic" if self.deterministic else "fast"
+        return KVLayout(
+            BLOCK_SIZE,
+            dtype,
+            self._num_ranks,
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            arithmetic,
+        )
+
+    def kv_memory(self) -> tuple[Bytes, Bytes]:
+        """Keys and values of one rank on the CPU, as bytes in one piece, in the pools' own memory."""
+        cache = self._shard.memory.device
+        keys, values = (pool.view(torch.uint8).numpy().reshape(-1) for pool in (cache.keys, cache.values))
+        return keys, values
+
+    def watch_layers(self, on_stored: Callable[[int], None] | None) -> None:
+        """See `KVRunner`."""
+        self._shard.on_stored = on_stored
 
     def free_kv_cache(self) -> None:
         """Gives the pools' memory back; `initialize_kv_cache` may then be called again, for another size."""

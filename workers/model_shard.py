@@ -3,8 +3,8 @@
 Ranks do the same things in the same order: what `RankCommand` holds.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -115,6 +115,8 @@ class ModelShard:
         with torch.inference_mode():
             self._forward, self.model = _load(options, weights, self._sharding)
         self._memory: KVMemory | None = None
+        self.on_stored: Callable[[int], None] | None = None
+        """See `KVCache`; for the steps to come."""
 
     @property
     def bytes_per_block(self) -> int:
@@ -159,8 +161,11 @@ class ModelShard:
                 if swap_out or swap_in:
                     self.memory.swap(swap_out, swap_in)
                 if step is not None:
+                    cache = self.memory.device
+                    if self.on_stored is not None:
+                        cache = replace(cache, on_stored=self.on_stored)
                     with torch.inference_mode():
-                        return self._forward.compute_logits(step, self.memory.device)
+                        return self._forward.compute_logits(step, cache)
         return None
 
     def _allocate(self, num_blocks: int, num_host_blocks: int) -> None:

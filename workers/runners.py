@@ -19,6 +19,7 @@ from workers.device import SETTING as DEVICE_SETTING
 from workers.device import choose_device
 from workers.device_pools import plan_device_pools
 from workers.engine import Engine
+from workers.handoff.kv_access import KVAccess, open_kv
 from workers.kv_cache_manager import make_kv_cache_manager
 from workers.memory import available_bytes
 from workers.memory_profile import ProfiledRunner, profile_memory
@@ -45,7 +46,7 @@ class LoadedEngine:
     """A warm engine, and what others must know of its model. `vocab_size`: token ids are below it.
 
     `text_rules` are for its requests. `canary` has not run yet; None if the settings want none. `num_gpus`
-    is 1 without any: the machine.
+    is 1 without any: the machine. `kv` is what others reach of a worker that is not unified.
     """
 
     engine: Engine
@@ -55,6 +56,7 @@ class LoadedEngine:
     text_rules: TextRules
     canary: Canary | None
     num_gpus: int
+    kv: KVAccess | None = None
 
 
 def load_engine(
@@ -64,7 +66,8 @@ def load_engine(
 
     `on_rank_died` is called once, from another thread, when a rank of the model has ended.
 
-    Raises CatalogError or ValueError saying what does not fit, OSError for a file that cannot be read.
+    Raises CatalogError or ValueError saying what does not fit, OSError for a file that cannot be read, and
+    where KV is handed over TransferEngineMissingError or TransferError.
     """
     catalog = Catalog.load(config.models_dir)
     spec = catalog.get(config.model_id(catalog))
@@ -133,6 +136,7 @@ def load_engine(
         TextRules(tokenizer, vocab_size, spec.eos_token_ids),
         _canary(tokenizer, spec, runner) if config.canary_s else None,
         config.tensor_parallel if on_gpu else config.num_gpus,
+        None if config.role is WorkerRole.UNIFIED else open_kv(config, runner, pools.num_blocks),
     )
 
 
@@ -243,4 +247,5 @@ def _simulated_runner(config: WorkerConfig, spec: ModelSpec, vocab_size: int) ->
         step_ms=config.step_ms,
         roofline=config.roofline(),
         speed=config.simulated_speed,
+        hands_over=config.role is not WorkerRole.UNIFIED,
     )

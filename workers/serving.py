@@ -6,24 +6,28 @@ from collections.abc import Callable
 
 from aiokafka import ConsumerRecord
 
+from schemas import topics
 from schemas.codec import CodecError
-from schemas.handoff_records import WorkerRole
+from schemas.fleet import FleetEvent
+from schemas.handoff_records import Message, WorkerRole
 from schemas.headers import ReplyTo
 from schemas.priority import PriorityClass
-from schemas.records import Cancellation, ClassLoad, Dispatch, WorkerStatus
+from schemas.records import Cancellation, Dispatch, WorkerStatus
 from schemas.token_records import TokenChunk
 from workers.canary import CANARY_REQUEST_ID, CanaryFailedError
 from workers.decision_log import DecisionLog
 from workers.engine import EngineThread, StepResult
 from workers.engine_watch import EngineWatch
+from workers.handoff.role import HandoffRole
 from workers.live_requests import End, LiveRequest, LiveRequests
 from workers.metrics import WorkerMetrics
 from workers.outbox import Outbox
 from workers.preparation import Preparation
-from workers.request import RequestOutput
+from workers.request import Request, RequestOutput
 from workers.runners import LoadedEngine
 from workers.sketch_beat import SketchBeat
 from workers.text_rules import TextRules
+from workers.worker_status import worker_status
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +57,8 @@ class Serving:
         role: WorkerRole = WorkerRole.UNIFIED,
     ) -> None:
         self.draining = False
+        self.handoffs: HandoffRole | None = None
+        """Of a worker that is not unified."""
         self._role = role
         self._loaded = loaded
         self._live = live
@@ -65,7 +71,7 @@ class Serving:
         self._on_canary_failed = on_canary_failed
         self._silenced = False
         self._sketch_beat = SketchBeat()
-        self._preparation = Preparation(text_rules, thread.add, self._end_unrun)
+        self._preparation = Preparation(text_rules, self._prepared, self._unprepared)
 
     def close(self) -> None:
         """Drops what is not in the engine yet."""
@@ -78,31 +84,68 @@ class Serving:
     @property
     def is_idle(self) -> bool:
         """Nothing runs, and all that was said is acked."""
+        if self.handoffs is not None and not self.handoffs.is_idle:
+            return False
         return not len(self._live) and self._outbox.is_empty
 
     def on_dispatch(self, dispatch: Dispatch, traceparent: str | None) -> None:
         if self._silenced:
             return
-        now = time.monotonic()
-        taken = self._live.on_dispatch(dispatch, now, traceparent)
-        if taken is None:
-            log.info(
-                "dispatch ignored: another run's, a double, or overtaken",
-                extra={"request_id": dispatch.request.request_id, "attempt": dispatch.request.attempt},
-            )
+        handoffs = self.handoffs
+        if handoffs is not None and handoffs.on_pairing(dispatch, traceparent):
             return
+        taken = self._take(dispatch, traceparent)
+        if taken is None:
+            return
+        if handoffs is not None:
+            handoffs.on_whole(dispatch)
         live, end = taken
         if end is None:
             self._preparation.start(live)
-            return
-        self._preparation.forget(live.request.request_id)
-        self._end_unrun(live, end)
+        else:
+            self.end(live, end)
 
     def on_read(self, priority: PriorityClass, next_offset: int) -> None:
         self._thread.note_read(priority, next_offset)
 
+    def check_handoffs(self, now: float) -> None:
+        """Raises an error that must end the run."""
+        if self.handoffs is not None:
+            self.handoffs.check(now)
+
+    def on_handoff(self, message: Message, traceparent: str | None) -> None:
+        if self.handoffs is not None and not self._silenced:
+            self.handoffs.on_message(message, traceparent)
+
+    def on_fleet_event(self, event: FleetEvent, offset: int) -> None:
+        """For a unified worker other runs are nothing to heed."""
+        if self.handoffs is not None:
+            self.handoffs.on_fleet_event(event, offset)
+
+    # For handoffs, which are a `workers.handoff.role.Host`'s
+
+    def take(self, dispatch: Dispatch, traceparent: str | None) -> tuple[LiveRequest, End | None] | None:
+        taken = self._take(dispatch, traceparent)
+        if taken is not None:
+            # The engine is not given this one until its KV is there.
+            self._thread.abort(dispatch.request.request_id, dispatch.request.attempt - 1)
+        return taken
+
+    def is_cancelled(self, dispatch: Dispatch) -> bool:
+        return self._live.is_cancelled(dispatch.request, time.monotonic())
+
+    def prepare(self, live: LiveRequest) -> None:
+        self._preparation.start(live)
+
+    def end(self, live: LiveRequest, end: End) -> None:
+        self._preparation.forget(live.request.request_id)
+        self._end_unrun(live, end)
+
     def on_cancellation(self, cancellation: Cancellation) -> None:
-        if self._live.on_cancellation(cancellation, time.monotonic()):
+        is_live = self._live.on_cancellation(cancellation, time.monotonic())
+        if self.handoffs is not None:
+            self.handoffs.on_cancellation(cancellation)
+        if is_live:
             self._preparation.cancel(cancellation.request_id, cancellation.attempt)
             self._thread.abort(cancellation.request_id, cancellation.attempt)
             log.info(
@@ -113,7 +156,8 @@ class Serving:
     def on_undecodable(self, record: ConsumerRecord, to: ReplyTo | None, error: CodecError) -> None:
         if self._silenced:
             return
-        message = f"the dispatch cannot be decoded: {error}"
+        kind = "dispatch" if record.topic == topics.PREFILL else "message"
+        message = f"the {kind} cannot be decoded: {error}"
         log.error(message, extra={"offset": record.offset, "request_id": to.request_id if to else None})
         self._on_dead_letter(record, message)
         if to is not None:
@@ -129,6 +173,8 @@ class Serving:
         except CanaryFailedError as error:
             self._silenced = True
             self._outbox.halt()
+            if self.handoffs is not None:
+                self.handoffs.halt()
             self._on_canary_failed(error)
 
     def _send(self, results: list[StepResult]) -> None:
@@ -144,7 +190,8 @@ class Serving:
             for output in result.outputs:
                 live = self._live.of(output.request)
                 if live is None:  # the canary's; or superseded: its owner waits for a higher attempt
-                    self._watch.on_output(output)
+                    if self.handoffs is None or not self.handoffs.on_output(output):
+                        self._watch.on_output(output)
                     continue
                 if output.token_ids:
                     self._add_tokens(by_partition, live, output, now)
@@ -172,30 +219,18 @@ class Serving:
         stats, loaded, now = self._thread.stats, self._loaded, time.monotonic()
         hasher = loaded.engine.kv_cache_manager.hasher
         shared = hasher is not None and hasher.is_shared
-        return WorkerStatus(
-            model=loaded.spec.id,
-            max_model_len=loaded.max_model_len,
+        status = worker_status(
+            loaded,
+            stats,
             draining=self.draining,
-            num_blocks=stats.num_blocks,
-            free_blocks=stats.free_blocks,
-            block_size=loaded.engine.pool.block_size,
-            max_num_seqs=loaded.engine.scheduler.config.max_num_seqs,
-            num_running=stats.num_running,
-            num_waiting=list(stats.num_waiting),
-            queued_prefill_tokens=sum(stats.uncomputed_tokens),
-            mailbox_offsets=list(stats.read_offsets),
-            step_age_ms=int(self._thread.step_age(now) * 1000),
-            step_time_ms=stats.step_time_ms,
-            prefill_tokens_per_s=stats.prefill_tokens_per_s,
-            decode_tokens_per_s=stats.decode_tokens_per_s,
+            step_age_s=self._thread.step_age(now),
             canary=self._watch.status(now),
             prefix_sketch=self._sketch_beat.sketch(stats.prefix_keys, shared=shared, now=now),
-            by_class=list(
-                map(ClassLoad, stats.num_running_by_class, stats.own_blocks, stats.uncomputed_tokens)
-            ),
-            num_gpus=loaded.num_gpus,
-            worker_role=self._role.value,
         )
+        status.worker_role = self._role.value
+        if self.handoffs is not None:
+            self.handoffs.tell(status)
+        return status
 
     def _note_admitted(self, result: StepResult) -> None:
         for request in result.batch.admitted:
@@ -221,6 +256,23 @@ class Serving:
         chunk.finish_reason = output.finish_reason
         live.num_output_tokens += len(output.token_ids)
         live.last_sign = now
+
+    def _take(self, dispatch: Dispatch, traceparent: str | None) -> tuple[LiveRequest, End | None] | None:
+        taken = self._live.on_dispatch(dispatch, time.monotonic(), traceparent)
+        if taken is None:
+            log.info(
+                "dispatch ignored: another run's, a double, or overtaken",
+                extra={"request_id": dispatch.request.request_id, "attempt": dispatch.request.attempt},
+            )
+        return taken
+
+    def _prepared(self, request: Request) -> None:
+        if self.handoffs is None or not self.handoffs.on_prepared(request):
+            self._thread.add(request)
+
+    def _unprepared(self, live: LiveRequest, end: End) -> None:
+        if self.handoffs is None or not self.handoffs.on_unprepared(live.request, end):
+            self._end_unrun(live, end)
 
     def _end_unrun(self, live: LiveRequest, end: End) -> None:
         """Ends a request that never came into the engine."""

@@ -5,10 +5,13 @@ from collections.abc import Callable, Set
 
 import numpy as np
 
+from schemas.kv_layout import KVLayout
 from schemas.sampling import TokenLogprobs
 from workers.batch import RunnerOutput, SchedulerOutput
+from workers.handoff.kv_pool import Bytes
 from workers.request import Request
 from workers.roofline import StepCosts, StepLoad
+from workers.simulated_kv import LAYOUT, SimulatedKV
 
 _MASK = (1 << 64) - 1
 # Of no GPU in particular.
@@ -42,8 +45,10 @@ class SimulatedRunner:
         speed: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        hands_over: bool = False,
     ) -> None:
         """`mask_size`: tokens that a grammar's mask speaks of, the whole vocabulary; default vocab_size.
+        `hands_over`: it has KV, of a few bytes a token, that workers can give one another.
 
         Raises ValueError when no token is left to emit, a time or speed is negative, or both are given."""
         if step_ms < 0:
@@ -64,6 +69,8 @@ class SimulatedRunner:
         self._clock = clock
         self._sleep = sleep
         self._step_end = float("-inf")
+        self._hands_over = hands_over
+        self._kv: SimulatedKV | None = None
 
     @property
     def bytes_per_block(self) -> int:
@@ -81,7 +88,22 @@ class SimulatedRunner:
         return self._roofline.swap_bytes_per_s * (self._speed or 1.0)
 
     def initialize_kv_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """There is no KV to hold."""
+        """There is no KV to hold, but for what is handed over."""
+        if self._hands_over:
+            self._kv = SimulatedKV(num_blocks, num_host_blocks)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return LAYOUT
+
+    def kv_memory(self) -> tuple[Bytes, Bytes]:
+        """Of a runner that hands over, after the allocation."""
+        if self._kv is None:
+            raise RuntimeError("this runner was not made to hand KV over")
+        return self._kv.memory()
+
+    def watch_layers(self, on_stored: Callable[[int], None] | None) -> None:
+        """A simulated step stores all layers at once, at its end."""
 
     def execute(self, batch: SchedulerOutput) -> RunnerOutput:
         if step_s := self.step_seconds(batch):
@@ -90,6 +112,8 @@ class SimulatedRunner:
             self._step_end = began + step_s
             if self._step_end > now:
                 self._sleep(self._step_end - now)
+        if self._kv is not None:
+            self._kv.store(batch)
         scheduled = batch.scheduled
         tokens = [self._next_token(s.request) if s.samples else None for s in scheduled]
         if all(s.request.sampling.logprobs is None for s in scheduled):

@@ -7,13 +7,11 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from aiokafka import ConsumerRecord
 from aiokafka.errors import KafkaError
 from prometheus_client import CollectorRegistry
 
 from schemas import topics
 from schemas.codec import default_codec, encode
-from schemas.dead_letters import dead_letter
 from schemas.fleet import join, publish_schemas
 from schemas.priority import PriorityClass
 from schemas.records import Drain, Heartbeat
@@ -23,9 +21,12 @@ from workers.cancellation_log import CancellationLog
 from workers.config import WorkerConfig
 from workers.connections import Connections, connect
 from workers.daemon_thread import in_daemon_thread
+from workers.dead_letter_box import DeadLetterBox
 from workers.decision_log import DecisionLog
 from workers.engine import EngineThread
 from workers.engine_watch import EngineWatch
+from workers.handoff.hands import hands_of
+from workers.handoff.transfer import Run
 from workers.heartbeat import HeartbeatLoop
 from workers.http import HttpServer, make_app
 from workers.live_requests import LiveRequests
@@ -61,7 +62,6 @@ class Worker:
         self._registry = CollectorRegistry()
         self._loop = asyncio.get_running_loop()
         self._fatal: asyncio.Future[None] = self._loop.create_future()
-        self._dead_letters: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Serves until `stop` is set. Raises an ExceptionGroup with whatever else ended it."""
@@ -75,14 +75,16 @@ class Worker:
             loaded = await self._unless_stopped(in_daemon_thread(lambda: _load(config, self._on_rank_died)))
             if loaded is not None:
                 self._not_ready = lambda: "connecting to Kafka"
-                async with connect(config.kafka, config.layout(), config.start_s) as connections:
+                async with connect(
+                    config.kafka, config.layout(), config.start_s, hands_over=loaded.kv is not None
+                ) as connections:
                     await self._join_and_serve(loaded, connections, http.address)
             http.should_exit = True
             fatal.cancel()
 
     async def _join_and_serve(self, loaded: LoadedEngine, connections: Connections, address: str) -> None:
         config, model = self._config, loaded.spec.id
-        mailbox = Mailbox(connections.mailbox, config.slot)
+        mailbox = Mailbox(connections.mailbox, config.slot, hands_over=loaded.kv is not None)
         cancellations = CancellationLog(connections.cancellations, config.shards, mailbox.decode)
         async with asyncio.timeout(config.start_s):
             # 1. Our schemas lie in the log before any record of ours.
@@ -140,10 +142,16 @@ class Worker:
             decisions,
             watch,
             metrics,
-            on_dead_letter=lambda record, reason: self._send_dead_letter(connections, record, reason),
+            on_dead_letter=DeadLetterBox(connections.usage, config.send_s).put,
             on_canary_failed=wrong.set_result,
             role=config.role,
         )
+        hands = hands_of(
+            config.role, Run(config.slot, epoch), loaded, thread, connections, serving, self._fail
+        )
+        if hands is not None:
+            serving.handoffs = hands.role
+            self._registry.register(hands.metrics)
 
         def look() -> Heartbeat:
             return Heartbeat(ROLE, config.slot, epoch, nonce, address, serving.status())
@@ -162,6 +170,8 @@ class Worker:
                     group.create_task(self._run_canary(serving, watch)),
                     group.create_task(self._leave_when_wrong(wrong, watch, outbox, heartbeats)),
                 ]
+                if hands is not None:
+                    background.append(group.create_task(hands.watch_fleet(mailbox.decode)))
                 self._not_ready = lambda: watch.why_not_ready(time.monotonic())
                 await self._stop.wait()
                 await self._drain(serving, mailbox, connections, epoch)
@@ -169,6 +179,8 @@ class Worker:
                     task.cancel()
         finally:
             serving.close()
+            if hands is not None:
+                await hands.close()
             await outbox.close()
             await decisions.close()
             if not thread.stop(_ENGINE_STOP_S):
@@ -230,6 +242,7 @@ class Worker:
         while True:
             await asyncio.sleep(_TICK_S)
             watch.check(time.monotonic())
+            serving.check_handoffs(time.monotonic())
             serving.send_signs_of_life()
             now = time.monotonic()
             waited = acks.waited(outbox.age(now), heartbeats.answered, now)
@@ -237,25 +250,6 @@ class Worker:
                 raise TimeoutError(
                     f"a record was unacked for {waited:.0f} s, while Kafka took heartbeats: a client hangs"
                 )
-
-    def _send_dead_letter(self, connections: Connections, record: ConsumerRecord, reason: str) -> None:
-        """Whatever becomes of it: no request depends on it, and the record lies in its own topic too."""
-        topic = topics.dlq(record.topic)
-        letter = dead_letter(record.key, record.value, record.headers, reason)
-
-        async def send() -> None:
-            try:
-                async with asyncio.timeout(self._config.send_s):
-                    await connections.usage.send_and_wait(
-                        topic, letter.value, letter.key, record.partition, headers=letter.headers
-                    )
-            except (KafkaError, TimeoutError) as error:
-                told = {"topic": topic, "offset": record.offset, "error": repr(error)}
-                log.error("a record could not go to the dead letters", extra=told)
-
-        task = asyncio.create_task(send())
-        self._dead_letters.add(task)
-        task.add_done_callback(self._dead_letters.discard)
 
     async def _raise_fatal(self) -> None:
         await self._fatal

@@ -69,7 +69,8 @@ def decode(model: FastGemmaModel, num_seqs: int, threads: int, in_one_call: bool
     config = model.config
     block_tables = tables()
     shape = (config.num_layers, sum(map(len, block_tables)), BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    cache = KVCache(*(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2)))
+    keys, values = (torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2))
+    cache = KVCache(keys, values)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

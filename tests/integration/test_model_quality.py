@@ -99,7 +99,8 @@ def fast_logits(model: FastGemmaModel, ids: list[int]) -> Tensor:
     rows = torch.arange(len(ids))
     num_blocks = -(-len(ids) // BLOCK_SIZE)
     shape = (config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    cache = KVCache(*(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2)))
+    keys, values = (torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2))
+    cache = KVCache(keys, values)
     step = ModelStep(
         token_ids=torch.tensor(ids),
         positions=rows,

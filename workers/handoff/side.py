@@ -26,10 +26,22 @@ class Side(ABC, Generic[T]):
     @abstractmethod
     def _handle(self, live: T, event: Event, now: float, reason: str = "") -> list[Effect]: ...
 
+    @abstractmethod
+    def tick(self, now: float) -> list[Effect]:
+        """What the clock makes due."""
+
+    @abstractmethod
+    def next_due(self) -> float | None:
+        """When `tick` has something to do next."""
+
     @property
     def num_live(self) -> int:
         """Transfers that are not over, or hold blocks."""
         return len(self._live)
+
+    def peers(self) -> set[Run]:
+        """The other sides' runs of these."""
+        return {live.transfer.peer for live in self._live.values()}
 
     def state(self, transfer_id: bytes) -> State | None:
         """Of a transfer that is not forgotten yet."""

@@ -132,6 +132,8 @@ class FastGemmaModel:
                 values,
                 epsilon,
             )
+            if cache.on_stored is not None:
+                cache.on_stored(index)
             attended = paged_attention_cpu(query, keys, values, plans[layer.sliding_window], scale=1.0)
             attended = attended.flatten(1)
             if layer is self._layers[-1]:

@@ -1,6 +1,6 @@
 """What every transformer of the catalogue is built from: weights as they lie in memory, and attention."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,10 +46,15 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The block pool's memory. keys, values: [num_layers, num_blocks, block_size, num_kv_heads, head_dim]."""
+    """The block pool's memory. keys, values: [num_layers, num_blocks, block_size, num_kv_heads, head_dim].
+
+    `on_stored` is told each layer, in order, when it holds the KV of all the step's tokens, by models that
+    compute a layer for all of them at once; others do not call it.
+    """
 
     keys: Tensor
     values: Tensor
+    on_stored: Callable[[int], None] | None = None
 
 
 class Attention(Protocol):
