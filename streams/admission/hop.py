@@ -132,12 +132,18 @@ def hop(policy: HopPolicy, seen: Hop) -> float | None:
     rate = seen.prefill_tokens_per_s or seen.decode_tokens_per_s
     if rate <= 0:
         return None
-    compute_ms = seen.uncached_at_prefill * 1_000 / rate
+    to_compute = seen.prefill_queued_tokens + seen.uncached_at_prefill
+    return to_compute * 1_000 / rate + handoff_ms(policy, seen)
+
+
+def handoff_ms(policy: HopPolicy, seen: Hop) -> float:
+    """What a handoff takes behind the prompt's last token (ms). Where no rate is known nothing overlaps."""
+    rate = seen.prefill_tokens_per_s or seen.decode_tokens_per_s
+    compute_ms = seen.uncached_at_prefill * 1_000 / rate if rate > 0 else 0.0
     transfer_ms = 0.0
     if seen.transfer_bytes_per_s > 0:
         transfer_ms = seen.uncached_at_decode * seen.kv_bytes_per_token * 1_000 / seen.transfer_bytes_per_s
-    visible = visible_ms(compute_ms, transfer_ms, seen.num_layers)
-    return seen.prefill_queued_tokens * 1_000 / rate + compute_ms + visible + policy.overhead_ms
+    return visible_ms(compute_ms, transfer_ms, seen.num_layers) + policy.overhead_ms
 
 
 def visible_ms(compute_ms: float, transfer_ms: float, num_layers: int) -> float:

@@ -10,11 +10,12 @@ from streams.admission.arrival import Arrival, OverloadPolicy, retry_after
 from streams.admission.backlog import Backlog
 from streams.admission.drain_rate import DrainRate
 from streams.admission.fair_queue import FairQueue, QueuedRequest
+from streams.admission.hop import handoff_ms
 from streams.admission.memory import Known
+from streams.admission.pairing import Route
 from streams.admission.refusal import RETRY_LATER_MS, Refusal
 from streams.admission.router import Router
 from streams.admission.shedding import Ladder, LevelChange, ShedLevel
-from streams.admission.worker import Worker
 
 ONLINE = (PriorityClass.INTERACTIVE, PriorityClass.FREE)
 # What nobody will wait for; a rate near zero would give no number at all.
@@ -121,7 +122,7 @@ class Overload:
             load.gpu_ms += load.num_gpus * (0 if self._last is None else max(0, now - self._last))
             load.num_workers, load.num_gpus = len(workers), sum(w.status.num_gpus for w in workers)
             load.kv_use = self._router.kv_use(model)
-            guess = sum(w.status.prefill_tokens_per_s + w.status.decode_tokens_per_s for w in workers)
+            guess = self._router.tokens_per_s(model)
             classes = self._backlog.queue(model).classes
             for queue, fair in zip(load.queues, classes, strict=True):
                 queue.demand *= _DEMAND_KEPT
@@ -162,13 +163,12 @@ class Overload:
         queue = load.queues[priority]
         ahead = fair.tokens_ahead(request.tenant, weight, tokens)
         workers = self._router.workers(request.model)
-        if not ahead and workers and not any(w.room(request, expected, None) for w in workers):
+        if not ahead and workers and not self._router.has_room(request, expected):
             ahead = float(tokens)  # it waits until that much room is made
         wait_ms = queue.drain_ms(ahead) * queue.wait.factor
         for i, higher in enumerate(classes[:priority]):
             ahead += higher.num_tokens
             wait_ms += load.queues[i].drain_ms(higher.num_tokens)
-        prefills = [ms for w in workers if (ms := w.prefill_ms(priority, tokens - expected)) is not None]
         return Arrival(
             priority=priority,
             attempt=request.attempt,
@@ -189,20 +189,23 @@ class Overload:
             ahead_tokens=ahead,
             drain_tokens_per_s=queue.tokens_per_s,
             wait_ms=min(_FOR_EVER_MS, wait_ms),
-            prefill_ms=min(prefills, default=0.0) * load.prefill.factor,
+            prefill_ms=(self._router.prefill_ms(request) or 0.0) * load.prefill.factor,
             num_workers=len(workers),
             kv_use=load.kv_use,
             shed_level=load.ladder.level,
             budget_left=budget_left,
         )
 
-    def dispatched(self, item: QueuedRequest, worker: Worker, queued_ms: int) -> float | None:
-        """Left the queue for a worker that counts it now; how long its prefill is to take, uncorrected."""
+    def dispatched(self, item: QueuedRequest, route: Route, queued_ms: int) -> float | None:
+        """Left the queue for a worker that counts it now; how long its first token takes, uncorrected."""
         load = self._loads.get(item.request.model)
         if load is not None:
             load.queues[item.request.priority].drain.served(item.tokens)
             self.waited(item, queued_ms)
-        return worker.prefill_ms(item.request.priority)
+        computed_ms = route.worker.prefill_ms(item.request.priority)
+        if computed_ms is None or route.decode is None or route.seen is None:
+            return computed_ms
+        return computed_ms + handoff_ms(self._router.policy.hop, route.seen)
 
     def waited(self, item: QueuedRequest, queued_ms: int) -> None:
         """It waited so long until it was dispatched, or given up."""

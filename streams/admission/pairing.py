@@ -158,18 +158,18 @@ def _way(worker: Worker) -> Way:
     return Way.UNIFIED if worker.status.worker_role == WorkerRole.UNIFIED else Way.UNPAIRED
 
 
-def _seen(
-    policy: HopPolicy,
+def costs(
     prefill: Worker,
     decode: Worker,
-    unified: Worker | None,
     request: InferenceRequest,
-    prefix: PromptPrefix | None,
-    whole_there: bool,
+    prefix: PromptPrefix | None = None,
+    *,
+    whole_there: bool = True,
 ) -> Hop:
+    """What a handoff between the two is weighed by. `whole_there`: decode could take all of it."""
     priority, tokens = request.priority, num_tokens(request, 0)
     layout = decode.status.kv_layout
-    seen = Hop(
+    return Hop(
         prompt_tokens=tokens,
         decode_cached_tokens=0 if prefix is None else decode.cached_tokens(prefix),
         decode_queued_tokens=decode.queued_tokens(priority),
@@ -183,8 +183,21 @@ def _seen(
         num_layers=0 if layout is None else layout.num_layers,
         decode_takes_whole=whole_there,
     )
+
+
+def _seen(
+    policy: HopPolicy,
+    prefill: Worker,
+    decode: Worker,
+    unified: Worker | None,
+    request: InferenceRequest,
+    prefix: PromptPrefix | None,
+    whole_there: bool,
+) -> Hop:
+    seen = costs(prefill, decode, request, prefix, whole_there=whole_there)
     if unified is None:
         return seen
+    priority, tokens = request.priority, seen.prompt_tokens
     uncached = tokens - (0 if prefix is None else unified.cached_tokens(prefix))
     rate = unified.status.prefill_tokens_per_s or seen.prefill_tokens_per_s
     streams, ahead = unified.status.num_running, unified.queued_tokens(priority)

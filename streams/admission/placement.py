@@ -65,12 +65,12 @@ class Placement:
         return late + [evict(item, no_worker(item.request.model, wait_ms), now) for item in unserved]
 
     def _assign(self, item: QueuedRequest, route: Route, now: int) -> Assign:
-        request, worker = item.request, route.worker
+        request = item.request
         candidates = self.decisions.candidates(item, route, self.router)
         expected, until = item.expected_output_tokens, now + self.policy.handoff.lease_ms
         entry = self.router.dispatch_along(route, request, expected, item.prefix, until)
         waited = max(0, now - item.queued_at)
-        prefill = self.overload.dispatched(item, worker, waited)
+        prefill = self.overload.dispatched(item, route, waited)
         self.memory.assigned(item, route, entry, now, prefill)
         self.decisions.dispatched(item, route, entry, waited, prefill, candidates)
         return assign(item, route, entry, waited, self.policy.handoff)

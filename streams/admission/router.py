@@ -10,6 +10,7 @@ from schemas.fleet import Member
 from schemas.handoff_records import WorkerRole
 from schemas.prefix_sketch import is_shared
 from schemas.records import InferenceRequest
+from streams.admission import outlook
 from streams.admission.affinity import PromptPrefix
 from streams.admission.choice import DEFAULT_MAX_AFFINITY as DEFAULT_MAX_AFFINITY
 from streams.admission.choice import NEAR as NEAR
@@ -94,10 +95,23 @@ class Router:
         return list(self._by_model)
 
     def kv_use(self, model: str) -> float:
-        """The part of the KV blocks of a model's workers that is in use or claimed; 0 without workers."""
-        workers = self.workers(model)
-        blocks = sum(worker.status.num_blocks for worker in workers)
-        return 1.0 - sum(worker.free_blocks for worker in workers) / blocks if blocks else 0.0
+        """The part of the KV blocks for a model's answers that is in use or claimed; 0 without workers."""
+        return outlook.kv_use(self.workers(model), self._pools.get(model))
+
+    def tokens_per_s(self, model: str) -> float:
+        """Prompt and output tokens that a model's workers get through, as far as they have measured it."""
+        return outlook.tokens_per_s(self.workers(model), self._pools.get(model))
+
+    def has_room(self, request: InferenceRequest, expected_output_tokens: int) -> bool:
+        """Whether it would be dispatched at once, if it came first."""
+        model = request.model
+        workers, pools = self.workers(model), self._pools.get(model)
+        return outlook.has_room(self.policy, workers, pools, request, expected_output_tokens)
+
+    def prefill_ms(self, request: InferenceRequest) -> float | None:
+        """From the dispatch of a request that comes now to its first token. None: not known."""
+        model = request.model
+        return outlook.prefill_ms(self.policy.hop, self.workers(model), self._pools.get(model), request)
 
     def choose(
         self,
