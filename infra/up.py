@@ -26,11 +26,13 @@ from infra.local.kafka_jars import KafkaJarsError
 from infra.local.model import MODEL_ID, ModelError, ensure_model
 from infra.local.paths import DEFAULT_DATA_DIR, DEFAULT_MODELS_DIR
 from infra.local.ports import PortTakenError
-from infra.local.services import StackConfig
+from infra.local.services import StackConfig, split_roles
 from infra.local.stack import Stack, StackError
+from infra.local.verbs import VerbsError
 from infra.main_job import JobError, Target
 from infra.tenants import TenantError, add_key, create_tenant, read_tenants
 from infra.topics.create import TopicError
+from infra.up_guide import print_guide
 from schemas.catalog import SIMULATED_MODEL, Catalog, CatalogError
 from schemas.priority import PriorityClass
 from workers.device import DEVICES
@@ -52,6 +54,7 @@ _EXPECTED = (
     StackError,
     TenantError,
     TopicError,
+    VerbsError,
     OSError,
     TimeoutError,
 )
@@ -67,6 +70,7 @@ class Options:
     deterministic: bool
     step_ms: float
     workers: int
+    disaggregated: bool
     tensor_parallel: int
     device: str
     port: int
@@ -97,6 +101,13 @@ def main(
     ] = False,
     step_ms: Annotated[float, typer.Option(min=0, help="Step time of the simulated runner, ms.")] = 5.75,
     workers: Annotated[int, typer.Option(min=1, max=4)] = 1,
+    disaggregated: Annotated[
+        bool,
+        typer.Option(
+            "--disaggregated",
+            help="Half of the workers, of two at least, compute prompts, the others decode.",
+        ),
+    ] = False,
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="Ranks that each worker spreads the model over, each a process.")
     ] = 1,
@@ -119,6 +130,12 @@ def main(
     if device not in DEVICES:
         raise typer.BadParameter(f"use {', '.join(DEVICES)}", param_hint="--device")
     simulated = runner == "simulated"
+    if disaggregated:
+        if tensor_parallel > 1 or device == "cuda":
+            raise typer.BadParameter(
+                "workers of one rank on the CPU hand KV over, and no others yet", param_hint="--disaggregated"
+            )
+        workers, device = max(2, workers), "cpu"
     options = Options(
         once,
         fresh,
@@ -127,6 +144,7 @@ def main(
         deterministic,
         step_ms,
         workers,
+        disaggregated,
         tensor_parallel,
         device,
         port,
@@ -190,6 +208,7 @@ async def _up(options: Options, console: Console) -> None:
             tensor_parallel=options.tensor_parallel,
             device=options.device,
             gpus=tuple(gpus),
+            roles=split_roles(options.workers) if options.disaggregated else (),
             kafka_port=options.kafka_port,
             broker_auth=options.broker_auth,
             gateway_port=options.port,
@@ -254,7 +273,7 @@ async def _show_and_stay(stack: Stack, options: Options, console: Console) -> No
     )
     if options.once:
         return
-    _print_guide(console, endpoints, key, options.model, options.data_dir)
+    print_guide(console, endpoints, DEMO_TENANT, key, options.model, stack.config)
     await live_figures.follow(stack, console)
 
 
@@ -280,27 +299,6 @@ def _read_key(path: Path) -> str | None:
 def _write_key(path: Path, key: str) -> None:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(key)
-
-
-def _print_guide(console: Console, at: Endpoints, key: str, model_id: str, data_dir: Path) -> None:
-    body = f'{{"model": "{model_id}", "prompt": "Kafka is", "max_tokens": 32, "stream": true}}'
-    console.rule("up; Ctrl-C stops all")
-    lines = (
-        f"HTTP API    {at.gateway}   (OpenAI's clients: base_url {at.gateway}/v1)",
-        f"SQL         {at.sql}   (.venv/bin/headrace sql 'SELECT * FROM usage_final')",
-        f"Kafka       {at.kafka}   (batch.requests.{DEMO_TENANT} → batch.results.{DEMO_TENANT})",
-        *(
-            [f"            a login: .venv/bin/headrace tenant kafka-login {DEMO_TENANT}"]
-            if at.broker_auth
-            else []
-        ),
-        f"logs        {data_dir / 'logs'}",
-        "",
-        f"curl -N {at.gateway}/v1/generate -H 'Authorization: Bearer {key}' -d '{body}'",
-        "",
-    )
-    for line in lines:
-        console.print(line, soft_wrap=True, markup=False)
 
 
 def _forget_data(data_dir: Path) -> None:

@@ -11,6 +11,7 @@ from infra.local.gpu import VISIBLE, gpus_of_worker
 from infra.local.health import LIVE_PATH, READY_PATH
 from infra.local.stream_secret import stream_secret
 from schemas.config import PREFIX
+from schemas.handoff_records import WorkerRole
 from schemas.topics import Layout
 
 _ADMIN_KEY = "HEADRACE_ADMIN_KEY"
@@ -23,7 +24,8 @@ class StackConfig:
 
     `models` are catalogue ids: the gateway offers all of them (empty: all in `models_dir`), the workers
     serve the first, each on `tensor_parallel` ranks, on `device` (HEADRACE_DEVICE); of `gpus`, as CUDA calls
-    them, each worker has its own. `step_ms` is a step of the simulated runner. Ports: 0
+    them, each worker has its own. `roles` are those of the first workers, by slot; the others are unified.
+    `step_ms` is a step of the simulated runner. Ports: 0
     has a free one chosen, and `gateway_port` is that of slot 0. `settings` adds environment variables to one
     service, or to one of its processes: {"worker": {"HEADRACE_KV_MEMORY_MIB": "64"}, "worker-1":
     {"HEADRACE_MODEL": "other"}}.
@@ -45,6 +47,7 @@ class StackConfig:
     tensor_parallel: int = 1
     device: str = "auto"
     gpus: tuple[str, ...] = ()
+    roles: tuple[WorkerRole, ...] = ()
     gateways: int = 1
     admissions: int = 1
     ledgers: int = 1
@@ -74,10 +77,29 @@ class StackConfig:
             for name in ("kafka_port", "gateway_port", "sql_port")
             if not 0 <= getattr(self, name) <= 65_535
         ]
+        if len(self.roles) > self.workers:
+            errors.append(f"{len(self.roles)} roles for {self.workers} workers")
         if self.broker_auth and self.brokers > 1:
             errors.append("broker_auth is for one broker")
         if errors:
             raise ValueError("stack: " + "; ".join(errors))
+
+    def role_of(self, slot: int) -> WorkerRole:
+        """Of the worker in that slot, in all its lives."""
+        return self.roles[slot] if slot < len(self.roles) else WorkerRole.UNIFIED
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether some worker gives its KV to another or gets it."""
+        return any(role is not WorkerRole.UNIFIED for role in self.roles)
+
+
+def split_roles(workers: int) -> tuple[WorkerRole, ...]:
+    """Half of them compute prompts, the larger half decodes. Raises ValueError for fewer than two."""
+    if workers < 2:
+        raise ValueError(f"{workers} worker cannot be both: one computes prompts, another one decodes")
+    num_prefill = workers // 2
+    return (WorkerRole.PREFILL,) * num_prefill + (WorkerRole.DECODE,) * (workers - num_prefill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +186,7 @@ def _worker_settings(config: StackConfig, instance: Instance) -> dict[str, str]:
         "HEADRACE_RUNNER": config.runner,
         "HEADRACE_TENSOR_PARALLEL": str(config.tensor_parallel),
         "HEADRACE_DETERMINISTIC": "true" if config.deterministic else "false",
+        "HEADRACE_WORKER_ROLE": config.role_of(instance.slot),
     }
     if config.models:
         settings["HEADRACE_MODEL"] = config.models[0]

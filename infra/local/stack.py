@@ -15,6 +15,7 @@ from infra.local.health import http_ready
 from infra.local.ports import claim_port
 from infra.local.services import SERVICES, Instance, Service, StackConfig, environment
 from infra.local.supervisor import Supervisor
+from infra.local.verbs import ensure_verbs
 from infra.topics.create import create_topics
 from schemas.kafka_login import KafkaServers
 
@@ -54,6 +55,7 @@ class Stack:
         self._lock = FileLock(config.data_dir / "lock")
         self._supervisor = Supervisor()
         self._instances: dict[str, Instance] = {}
+        self._worker_env: Mapping[str, str] = os.environ
 
     @property
     def bootstrap_servers(self) -> KafkaServers:
@@ -86,13 +88,16 @@ class Stack:
     async def start(self) -> None:
         """Returns when the broker and all services are ready.
 
-        Raises StackError, ChildError, TopicError, and what `Broker.start` raises; nothing runs then.
+        Raises StackError, ChildError, TopicError, VerbsError where workers hand KV over and lack what the
+        transfer engine needs, and what `Broker.start` raises; nothing runs then.
         """
         await self._lock_data_dir()
         try:
             self._prepare(self.config.data_dir)
             # 1. Ports, so that one that is taken is known before anything runs.
             self._instances = {instance.name: instance for instance in self._claim_ports()}
+            if self.config.hands_over:
+                self._worker_env = await asyncio.to_thread(ensure_verbs, os.environ, self._report)
             # 2. The broker, with the data of the last run.
             self._report("starting Kafka")
             self.broker = Broker(
@@ -237,11 +242,12 @@ class Stack:
         return [waves[wave] for wave in sorted(waves)]
 
     def _child(self, instance: Instance, service: Service) -> Child:
+        inherited = self._worker_env if instance.service == "worker" else os.environ
         return Child(
             ChildSpec(
                 name=instance.name,
                 argv=service.argv,
-                env=environment(service, self.config, instance, self.bootstrap_servers, os.environ),
+                env=environment(service, self.config, instance, self.bootstrap_servers, inherited),
                 log_file=self.config.data_dir / "logs" / f"{instance.name}.log",
                 ready=http_ready(instance.http_port, service.ready_path(self.config)),
                 start_timeout=self.config.start_timeout,

@@ -13,11 +13,14 @@ from random import Random
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
+from infra.local import verbs
 from infra.local.child import ChildDiedError
 from infra.local.health import http_ready
 from infra.local.ports import PortTakenError, choose_port
-from infra.local.services import SERVICES, Service, StackConfig
+from infra.local.services import SERVICES, Service, StackConfig, split_roles
 from infra.local.stack import Stack, StackError
+from infra.local.verbs import VerbsError
+from schemas.handoff_records import WorkerRole
 from schemas.topics import REQUESTS, Layout
 
 # Answers /health/ready as a service does, tells the time of its end, and keeps its environment for the test.
@@ -71,9 +74,17 @@ async def environment_of(stack: Stack, name: str) -> dict[str, str]:
     return await asyncio.to_thread(get)
 
 
+async def role_of(stack: Stack, name: str) -> str:
+    return (await environment_of(stack, name))["HEADRACE_WORKER_ROLE"]
+
+
 async def test_a_stack_from_start_to_stop(make_stack: Callable[..., Stack], tmp_path: Path) -> None:
     stack = make_stack(
-        workers=2, runner="simulated", step_ms=5.75, settings={"worker": {"HEADRACE_KV_MEMORY_MIB": "64"}}
+        workers=2,
+        runner="simulated",
+        step_ms=5.75,
+        roles=(WorkerRole.PREFILL,),
+        settings={"worker": {"HEADRACE_KV_MEMORY_MIB": "64"}},
     )
     async with stack:
         names = ["broker", "admission-0", "ledger-0", "worker-0", "worker-1", "gateway-0"]
@@ -91,6 +102,8 @@ async def test_a_stack_from_start_to_stop(make_stack: Callable[..., Stack], tmp_
         assert worker["HEADRACE_RUNNER"] == "simulated"
         assert worker["HEADRACE_STEP_MS"] == "5.75"
         assert worker["HEADRACE_KV_MEMORY_MIB"] == "64"
+        assert worker["HEADRACE_WORKER_ROLE"] == "unified"
+        assert (await environment_of(stack, "worker-0"))["HEADRACE_WORKER_ROLE"] == "prefill"
         assert "HEADRACE_UNKNOWN" not in worker
         gateway = await environment_of(stack, "gateway-0")
         assert "HEADRACE_KV_MEMORY_MIB" not in gateway
@@ -108,8 +121,10 @@ async def test_a_stack_from_start_to_stop(make_stack: Callable[..., Stack], tmp_
     assert not [pid for pid in pids if exists(pid)]
 
 
-async def test_kill_and_restart_keep_slot_and_port(make_stack: Callable[..., Stack]) -> None:
-    async with make_stack() as stack:
+async def test_kill_and_restart_keep_slot_port_and_role(make_stack: Callable[..., Stack]) -> None:
+    async with make_stack(workers=2, roles=split_roles(2)) as stack:
+        roles = {name: await role_of(stack, name) for name in ("worker-0", "worker-1")}
+        assert roles == {"worker-0": "prefill", "worker-1": "decode"}
         for name in ("worker-0", "broker"):
             watch = asyncio.ensure_future(stack.watch())
             before = (stack.child(name).pid, stack.url("worker-0"), stack.bootstrap_servers)
@@ -118,6 +133,7 @@ async def test_kill_and_restart_keep_slot_and_port(make_stack: Callable[..., Sta
             after = (stack.child(name).pid, stack.url("worker-0"), stack.bootstrap_servers)
             assert after[0] != before[0]
             assert after[1:] == before[1:]
+            assert await role_of(stack, "worker-0") == "prefill"
             await asyncio.sleep(0.15)
             assert not watch.done()
             watch.cancel()
@@ -169,12 +185,32 @@ async def test_wanted_ports_are_used(make_stack: Callable[..., Stack]) -> None:
 
 def test_a_wrong_configuration_names_every_field(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"workers must be 0 to 2 .*; gateway_port must be 0 to 65535, not -1"
+        ValueError, match=r"workers must be 0 to 2 .*; gateway_port must be .*; 4 roles for 3"
     ):
         StackConfig(
             data_dir=tmp_path,
             models_dir=tmp_path,
             layout=Layout(worker_slots=2),
             workers=3,
+            roles=split_roles(4),
             gateway_port=-1,
         )
+
+
+def test_prompts_and_decoding_need_a_worker_each() -> None:
+    assert [role.value for role in split_roles(3)] == ["prefill", "decode", "decode"]
+    with pytest.raises(ValueError, match="cannot be both"):
+        split_roles(1)
+
+
+async def test_a_library_that_cannot_be_got_ends_the_start_before_anything_runs(
+    make_stack: Callable[..., Stack], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A machine without the library and without the tools that would get it.
+    monkeypatch.setattr(verbs, "LIBRARY", "libibverbs.so.none")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(VerbsError, match=r"libibverbs\.so\.none is missing: install"):
+        await make_stack(workers=2, roles=split_roles(2)).start()
+    assert not (tmp_path / "data" / "kafka").exists()
