@@ -3,7 +3,7 @@
 import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import faust
 from faust.tables.manager import TableManager
@@ -20,6 +20,16 @@ OnAssigned = Callable[[set[int]], Awaitable[None]]
 _GROUP_HEARTBEAT_S = 0.3
 
 
+class Fetch(NamedTuple):
+    """When the broker answers a fetch: with so many bytes, or after so long."""
+
+    min_bytes: int
+    max_wait_ms: int
+
+
+FETCH_SOON = Fetch(1, BUSY_FETCH_WAIT_MS)
+
+
 def member_client_id(role: str, slot: int) -> str:
     """By which a process's member of its group can be told."""
     return f"{role}-{slot}"
@@ -30,7 +40,7 @@ class _ConsumerThread(driver.AIOKafkaConsumerThread):
 
     def _create_worker_consumer(self, transport: Any) -> Any:
         consumer = super()._create_worker_consumer(transport)
-        consumer._fetch_max_wait_ms = BUSY_FETCH_WAIT_MS
+        consumer._fetch_min_bytes, consumer._fetch_max_wait_ms = transport.fetch
         # One alone: aiokafka joins anew for each, with a list that is longer by one. Every such join begins
         # another rebalance, and several members that came together kept one another from ever ending one.
         consumer._partition_assignment_strategy = [SpreadAssignor]
@@ -44,6 +54,7 @@ class _Consumer(driver.Consumer):
 
 class _Transport(driver.Transport):
     Consumer = _Consumer
+    fetch = FETCH_SOON
 
 
 class _NoTables(TableManager):
@@ -76,6 +87,7 @@ def build_faust_app(
     on_assigned: OnAssigned,
     *,
     session_timeout_s: float,
+    fetch: Fetch = FETCH_SOON,
     **settings: Any,
 ) -> Any:
     """`agent(stream)` is the role's consumer group of `topic`; `on_assigned` is told the partition numbers
@@ -101,6 +113,7 @@ def build_faust_app(
         **settings,
     )
     app.transport = _Transport(app.conf.broker_consumer, app, loop=app.loop)
+    app.transport.fetch = fetch
     source = app.topic(topic, key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw")
     app.agent(source, name=role)(agent)
 

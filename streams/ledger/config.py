@@ -25,7 +25,9 @@ class LedgerConfig(CommonConfig):
     archive_s: float = setting(3_600.0, doc="Seconds between looks for usage of past days to archive.")
     ddl_dir: Path = setting(DDL_DIR, doc="Folder of the numbered SQL files.")
     insert_rows: int = setting(5_000, doc="Rows of usage in one insert at most.")
-    insert_window_ms: int = setting(1_000, doc="How long rows are collected for one insert (ms).")
+    insert_window_ms: int = setting(
+        100, doc="How long rows that were fetched are collected for one insert (ms)."
+    )
     spend_s: float = setting(
         1.0, doc="Seconds between looks at what tenants that have a budget have spent, where there is news."
     )
