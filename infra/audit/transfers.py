@@ -82,6 +82,10 @@ class TransferLog:
     def __len__(self) -> int:
         return sum(history.offered is not None for history in self._transfers.values())
 
+    @property
+    def num_adopted(self) -> int:
+        return sum(bool(history.adopted_by) for history in self._transfers.values())
+
     def on_record(self, record: object, timestamp_ms: int) -> None:
         if isinstance(record, Offer):
             request = record.request

@@ -56,6 +56,7 @@ def judge_all(evidence: Evidence, allowed: Tolerances, report: Report) -> int:
     report.add(transfers.judge(evidence.counted, evidence.transferred_up_to, allowed))
     report.add(transfers.counted_too_long(evidence.counted, evidence.answered_up_to))
     report.looked_at["transfers"] += len(transfers)
+    report.looked_at["adopted"] += transfers.num_adopted
     held = judge_reservations(evidence.reservations, requests, evidence.answered_up_to, allowed.clock_ms)
     report.add(held)
     report.looked_at["requests"] += len(requests)

@@ -39,6 +39,11 @@ def main() -> int:
         action="store_true",
         help="the real model on two workers, not a simulated one",
     )
+    parser.add_argument(
+        "--disaggregated",
+        action="store_true",
+        help="a worker for prompts and two that decode, and faults at each step of a handoff",
+    )
     parser.add_argument("--only", nargs="+", metavar="FAULT", help="these and no others, in this order")
     parser.add_argument(
         "--brokers",
@@ -51,7 +56,13 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=15.0, help="of the simulated model")
     parser.add_argument("--list", action="store_true", help="print the faults' names")
     options = parser.parse_args()
-    known = faults(simulated=not options.deterministic_model, brokers=options.brokers)
+    if options.disaggregated and options.deterministic_model:
+        parser.error("--disaggregated is for the simulated model")
+    known = faults(
+        simulated=not options.deterministic_model,
+        brokers=options.brokers,
+        disaggregated=options.disaggregated,
+    )
     if options.list:
         print("\n".join(known))
         return 0
@@ -69,10 +80,11 @@ def main() -> int:
                 clients=options.clients,
                 step_ms=options.step_ms,
                 brokers=options.brokers,
+                disaggregated=options.disaggregated,
             )
         )
     )
-    print(json.dumps({"chaos": {"seed": options.seed}, **figures}))
+    print(json.dumps({"chaos": {"seed": options.seed, "disaggregated": options.disaggregated}, **figures}))
     return 1 if figures["findings"] else 0
 
 

@@ -80,7 +80,11 @@ async def check_log(
         since_ms=since_ms,
         sql=stack.sql_url,
         objects=open_store(str(stack.config.data_dir / "objects")),
-        allowed=Tolerances(cancel_ms=_LATE_MS + held_up_ms, in_flight_ms=_LATE_MS + held_up_ms),
+        allowed=Tolerances(
+            cancel_ms=_LATE_MS + held_up_ms,
+            in_flight_ms=_LATE_MS + held_up_ms,
+            transfer_ms=_LATE_MS + held_up_ms,
+        ),
     )
     report = await audit(stack.bootstrap_servers, stack.config.layout, settings, received)
     found = [f"{f.kind.value}: {f.request_id} of {f.tenant}, {f.figures}" for f in report.findings]

@@ -18,6 +18,7 @@ from infra.local.services import SERVICES, Service, StackConfig
 from infra.local.stack import Stack
 from infra.tenants import create_tenant
 from schemas.catalog import SIMULATED_MODEL
+from schemas.handoff_records import WorkerRole
 from schemas.priority import PriorityClass
 from schemas.topics import Layout
 
@@ -30,6 +31,8 @@ TENANTS = {
 _SMALL_DISK_MIB = 64
 # Each of these reaches the broker through a proxy of its own.
 PROXIED = ("worker-2", "gateway-1", "admission-1")
+# With roles, in the place of WORKERS unified ones. One pool is gone whenever its only worker is.
+ROLES = (WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.DECODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +59,36 @@ class ChaosStack:
         }
         return [f"{name}-{slot}" for name, count in counts.items() for slot in range(count)]
 
+    def named(self, who: str) -> list[str]:
+        """The processes of a service, or the workers of a role."""
+        config = self.stack.config
+        if who in (WorkerRole.PREFILL, WorkerRole.DECODE):
+            return [f"worker-{slot}" for slot in range(config.workers) if config.role_of(slot) == who]
+        return [name for name in self.processes if name.startswith(who)]
+
     def gateway_urls(self) -> list[str]:
         return [self.stack.url(f"gateway-{slot}") for slot in range(self.stack.config.gateways)]
 
 
 @asynccontextmanager
 async def chaos_stack(
-    report: Callable[[str], None], *, deterministic_model: bool, step_ms: float, brokers: int = 1
+    report: Callable[[str], None],
+    *,
+    deterministic_model: bool,
+    step_ms: float,
+    brokers: int = 1,
+    disaggregated: bool = False,
 ) -> AsyncIterator[ChaosStack]:
-    """On free ports and fresh data. With `deterministic_model` two workers serve the real model, slowly."""
+    """On free ports and fresh data. With `deterministic_model` two workers serve the real model, slowly;
+    `disaggregated` is for the simulated one, whose workers then have ROLES."""
     if deterministic_model:
         ensure_model(DEFAULT_MODELS_DIR, report)
     # Not the run's seed: two runs with one seed may go on side by side.
     rng = random.Random()
     taken: set[int] = set()
     proxied = PROXIED if brokers == 1 else ()  # the others would have to have proxies too
+    if disaggregated:
+        proxied = ("worker-0", *proxied)
     for _ in range(2 * len(proxied)):
         taken.add(choose_port(rng, taken))
     ports = sorted(taken)
@@ -100,6 +118,7 @@ async def chaos_stack(
             deterministic=deterministic_model,
             step_ms=None if deterministic_model else step_ms,
             workers=2 if deterministic_model else WORKERS,
+            roles=ROLES if disaggregated else (),
             gateways=GATEWAYS,
             admissions=ADMISSIONS,
             ledgers=LEDGERS,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.chaos_run.stepped_clock import step_by_file
+from schemas.handoff_records import WorkerRole
 
 ARMED = "CHAOS_ARMED"
 
@@ -33,6 +34,18 @@ KILLS: dict[str, str] = {
     "ledger.results_committed": "results and offsets are committed, the ledger has not heard so",
 }
 
+# Of workers with roles, in the order of a handoff.
+HANDOFF_KILLS: dict[str, str] = {
+    "worker.offered": "the Offer is acked, decode has named no blocks",
+    "worker.reserved": "decode's blocks are named to prefill, and it dies that has them",
+    "worker.writing": "a call that writes KV begins",
+    "worker.written": "a call that wrote KV has returned, decode has not been told",
+    "worker.handed_off": "the Handoff is acked, decode has not adopted it",
+    "worker.received": "decode has read the Handoff, and not looked at what was written",
+    "worker.adopted": "decode has adopted it and said so",
+}
+ALL_KILLS = KILLS | HANDOFF_KILLS
+
 # A worker's that is as `<state>-<slot>`: its steps take ten times as long, or its tokens are wrong.
 SLOW, WRONG = "worker.slow", "worker.wrong_tokens"
 # While it lasts no row can be written.
@@ -40,6 +53,7 @@ STORE_AWAY = "ledger.store_away"
 _SLOWER = 10
 # A process's clock is off by as many milliseconds as `<this>-<process>` says.
 CLOCK = "clock"
+_ROLE = "HEADRACE_WORKER_ROLE"
 
 
 def _path(name: str) -> Path:
@@ -159,6 +173,54 @@ def _worker() -> None:
     _around(SimulatedRunner, "execute", execute)
 
 
+def _handoffs() -> None:
+    from schemas import topics
+    from schemas.records import Handoff, Offer, Reserved, TransferEnded
+    from workers.handoff.decode_side import DecodeSide
+    from workers.handoff.mooncake_transport import MooncakeTransport
+    from workers.handoff.sender import HandoffSender
+    from workers.handoff.states import State
+
+    points = {Offer: "worker.offered", Reserved: "worker.reserved", Handoff: "worker.handed_off"}
+
+    def send(before: Any) -> Any:
+        def function(self: Any, message: Any) -> None:
+            before(self, message)
+            record = message.record
+            point = points.get(type(record))
+            if isinstance(record, TransferEnded) and record.state == State.ADOPTED:
+                point = "worker.adopted"
+            lane = self._lanes[topics.partition(message.slot, message.priority)]
+            acked = lane.last_acked
+            if point is not None and acked is not None:
+                acked.add_done_callback(functools.partial(passed, point))
+
+        return function
+
+    def passed(point: str, acked: "asyncio.Future[None]") -> None:
+        if not acked.cancelled():
+            pass_point(point)
+
+    def write(before: Any) -> Any:
+        def function(*args: Any) -> None:
+            pass_point("worker.writing")
+            before(*args)
+            pass_point("worker.written")
+
+        return function
+
+    def on_handoff(before: Any) -> Any:
+        def function(*args: Any) -> Any:
+            pass_point("worker.received")
+            return before(*args)
+
+        return function
+
+    _around(HandoffSender, "send", send)
+    _around(MooncakeTransport, "write", write)
+    _around(DecodeSide, "on_handoff", on_handoff)
+
+
 def _tell_tasks(number: int, frame: object) -> None:
     """Where everything that is going on stands, for whoever looks why something hangs."""
     for loop in _loops():
@@ -179,6 +241,8 @@ def main(argv: list[str]) -> int:
 
         if rest:
             _worker()
+            if os.environ.get(_ROLE, WorkerRole.UNIFIED) != WorkerRole.UNIFIED:
+                _handoffs()
             sys.argv = ["workers", "--child", *rest]
             return worker()
         from schemas import logs

@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from infra.chaos_run import failpoints
-from infra.chaos_run.chaos_stack import PROXIED, ChaosStack
+from infra.chaos_run.chaos_stack import ChaosStack
 from infra.chaos_run.small_disk import fill
 from infra.local.stack import BROKER
+from schemas.handoff_records import WorkerRole
 
 Fault = Callable[[ChaosStack, random.Random], Awaitable[str]]
 _POINT_PASSED_S = 20.0
@@ -31,8 +32,8 @@ async def _gone(chaos: ChaosStack, name: str) -> None:
             await asyncio.sleep(_LOOK_S)
 
 
-def _one(chaos: ChaosStack, rng: random.Random, role: str) -> str:
-    return rng.choice([name for name in chaos.processes if name.startswith(role)])
+def _one(chaos: ChaosStack, rng: random.Random, who: str) -> str:
+    return rng.choice(chaos.named(who))
 
 
 async def _killed(role: str, chaos: ChaosStack, rng: random.Random) -> str:
@@ -116,8 +117,8 @@ async def _leader_killed(chaos: ChaosStack, rng: random.Random) -> str:
     return name
 
 
-async def _black_holed(seconds: float, chaos: ChaosStack, rng: random.Random) -> str:
-    name = rng.choice(PROXIED)
+async def _black_holed(who: str, seconds: float, chaos: ChaosStack, rng: random.Random) -> str:
+    name = rng.choice([name for name in chaos.named(who) if name in chaos.holes])
     await chaos.holes[name].swallow(seconds)
     return name
 
@@ -132,9 +133,9 @@ async def _at_point(point: str, chaos: ChaosStack, rng: random.Random) -> str:
                 await asyncio.sleep(_LOOK_S)
     finally:
         file.unlink(missing_ok=True)
-    dead = await _dead(chaos, [n for n in chaos.processes if n.startswith(point.split(".")[0])])
+    dead = await _dead(chaos, chaos.named(point.split(".")[0]))
     await chaos.stack.restart(dead)
-    return f"{dead}: {failpoints.KILLS[point]}"
+    return f"{dead}: {failpoints.ALL_KILLS[point]}"
 
 
 async def _dead(chaos: ChaosStack, names: Iterable[str]) -> str:
@@ -208,9 +209,17 @@ async def restart_the_dead(chaos: ChaosStack) -> list[str]:
 WRONG_TOKENS = "worker_wrong_tokens"
 
 
-def faults(*, simulated: bool, brokers: int) -> dict[str, Fault]:
+def faults(*, simulated: bool, brokers: int, disaggregated: bool = False) -> dict[str, Fault]:
     """By name, the quick ones first."""
     found: dict[str, Fault] = {"worker_proper_killed": _worker_proper_killed}
+    if disaggregated:
+        found |= {f"at_{point}": partial(_at_point, point) for point in failpoints.HANDOFF_KILLS}
+        for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
+            found[f"{role}_killed"] = partial(_killed, role)
+            found[f"{role}_terminated"] = partial(_terminated, role)
+            found[f"{role}_stopped_5s"] = partial(_stopped, role, 5.0)
+            if brokers == 1:
+                found[f"{role}_black_holed_5s"] = partial(_black_holed, role, 5.0)
     found |= {f"{role}_killed": partial(_killed, role) for role in _ROLES}
     found |= {f"at_{point}": partial(_at_point, point) for point in failpoints.KILLS}
     found |= {
@@ -222,7 +231,7 @@ def faults(*, simulated: bool, brokers: int) -> dict[str, Fault]:
     found |= {f"{role}_stopped_5s": partial(_stopped, role, 5.0) for role in _ROLES}
     found |= {"rolling_workers": _rolling_workers, "disk_full_10s": partial(_disk_full, 10.0)}
     if brokers == 1:
-        found |= {f"black_holed_{seconds}s": partial(_black_holed, seconds) for seconds in (5, 30)}
+        found |= {f"black_holed_{seconds}s": partial(_black_holed, "", seconds) for seconds in (5, 30)}
     else:
         found["leader_killed"] = _leader_killed
     if simulated:

@@ -27,10 +27,18 @@ class Load:
     """`clients` ask one request after another. `records` grows; who looks takes what it has seen out."""
 
     def __init__(
-        self, chaos: ChaosStack, rng: random.Random, *, clients: int, tokens: tuple[int, int]
+        self,
+        chaos: ChaosStack,
+        rng: random.Random,
+        *,
+        clients: int,
+        tokens: tuple[int, int],
+        long_prompts: bool = False,
     ) -> None:
-        """`tokens`: from, to so many are asked for."""
+        """`tokens`: from, to so many are asked for. `long_prompts`: most are, and begin like no other, so
+        that they are computed elsewhere than they are decoded."""
         self._chaos, self._rng, self._clients, self._tokens = chaos, rng, clients, tokens
+        self._long_prompts = long_prompts
         self._numbers = count()
         self._stopping = False
         self._running: list[asyncio.Task[None]] = []
@@ -70,6 +78,8 @@ class Load:
     def _new_record(self, kind: str) -> ClientRecord:
         number = next(self._numbers)
         prompt = PROMPTS[number % len(PROMPTS)]
+        if self._long_prompts and number % 4:
+            prompt = f"{number} is read by nobody else. " * self._rng.randint(12, 50)
         tenant = "free" if kind == "free" else "interactive"
         tokens = self._rng.randint(*self._tokens)
         record = ClientRecord(kind, tenant, prompt, tokens, time.perf_counter())

@@ -6,7 +6,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -35,6 +35,7 @@ _WARM_S = 2.0
 _QUIET_S = 1.5
 _RECOVERY_S = 90.0
 _HUNG_S = 125.0
+_HANDOFFS_OVER_S = 60.0
 _AFFECTED_STEPS = 20
 Report = Callable[[str], None]
 
@@ -50,18 +51,23 @@ async def chaos_run(
     clients: int,
     step_ms: float,
     brokers: int = 1,
+    disaggregated: bool = False,
 ) -> dict[str, Any]:
     """The figures of each fault and all that was found to be wrong. Faults come `in_order` once, else in any
     order and again until `seconds` are over."""
     async with chaos_stack(
-        report, deterministic_model=deterministic_model, step_ms=step_ms, brokers=brokers
+        report,
+        deterministic_model=deterministic_model,
+        step_ms=step_ms,
+        brokers=brokers,
+        disaggregated=disaggregated,
     ) as chaos:
         tokens, item_tokens, lines = _SMALL_SIZES if deterministic_model else _SIZES
         expected: ExpectedText = simulated_text
         if deterministic_model:
             report("asking the model while nothing is done to it")
             expected = await reference_text(partial(_ask, chaos), PROMPTS, tokens[1])
-        load = Load(chaos, rng, clients=clients, tokens=tokens)
+        load = Load(chaos, rng, clients=clients, tokens=tokens, long_prompts=disaggregated)
         batch = BatchLoad(chaos, rng, item_tokens, lines, report)
         run = _Run(report, rng, chaos, expected, load, batch, _AFFECTED_STEPS * step_ms)
         deadline = time.monotonic() + seconds
@@ -164,6 +170,7 @@ class _Run:
         self._report(f"{len(self._load.records)} requests have ended")
         found += await self._batch.stop(_HUNG_S)
         self._report("batch work has ended")
+        found += await _handoffs_over(self._chaos)
         records = self._load.records
         wrong = [(h.began, h.until) for h in hurts if h.fault == WRONG_TOKENS]
         found += check_clients(records, self._expected, wrong)
@@ -193,6 +200,32 @@ class _Run:
         self.items += len(self._batch.records) + sum(len(items) for items in self._batch.files.values())
         records.clear()
         self._batch.clear()
+
+
+async def _handoffs_over(chaos: ChaosStack) -> list[str]:
+    """Waits until no worker has a transfer any more: what a run writes that was only silent may land when it
+    wakes, and decode keeps the blocks till then."""
+    config = chaos.stack.config
+    if not config.hands_over:
+        return []
+    names = [f"worker-{slot}" for slot in range(config.workers)]
+    live: dict[str, float] = {}
+    deadline = time.monotonic() + _HANDOFFS_OVER_S
+    async with httpx.AsyncClient(timeout=5.0) as client:
+        while time.monotonic() < deadline:
+            for name in names:
+                with suppress(httpx.HTTPError):
+                    page = (await client.get(f"{chaos.stack.url(name)}/metrics")).text
+                    live[name] = _sample(page, "headrace_handoffs_live")
+            if len(live) == len(names) and not any(live.values()):
+                return []
+            await asyncio.sleep(0.5)
+    return [f"handoffs are not over after {_HANDOFFS_OVER_S:g} s: {live}"]
+
+
+def _sample(page: str, name: str) -> float:
+    lines = (line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    return sum(float(value) for key, value in lines if key.split("{")[0] == name)
 
 
 async def _ask(chaos: ChaosStack, prompt: str, tokens: int) -> str:

@@ -26,7 +26,7 @@ def test_the_faults_it_holds_under_are_done_by_a_chaos_run() -> None:
     rows = [line.split("|")[2] for line in TEXT.splitlines() if line.startswith("|") and line.count("|") == 4]
     named = {fault for under in rows for fault in FAULT.findall(under)}
     assert len(named) > 10
-    assert named <= set(faults(simulated=True, brokers=1))
+    assert named <= set(faults(simulated=True, brokers=1, disaggregated=True))
 
 
 def test_each_promise_names_what_shows_it() -> None:
