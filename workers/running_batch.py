@@ -1,7 +1,7 @@
 """The running batch in its order, and the blocks that its requests are still expected to take."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from schemas.priority import PriorityClass
 from workers.request import Request
@@ -69,6 +69,20 @@ class RunningBatch:
         """Changes the expectation of a running request."""
         self._future_blocks[request.priority] += num_expected_blocks - request.num_expected_blocks
         request.num_expected_blocks = num_expected_blocks
+
+    def split(self, blocked_partitions: Set[int]) -> tuple[list[Request], list[Request]]:
+        """Those that lack one token, and those that lack more; none whose reply partition is blocked."""
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self._requests:
+            if blocked_partitions and request.reply_partition in blocked_partitions:
+                continue
+            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+            if num_tokens - request.num_computed_tokens > 1:
+                prefills.append(request)
+            else:
+                decodes.append(request)
+        return decodes, prefills
 
     def len_by_class(self) -> tuple[int, ...]:
         """Requests, indexed by class."""

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Set, ValuesView
+from operator import attrgetter
 
 from schemas.priority import PriorityClass
 from workers.batch import (
@@ -27,10 +28,7 @@ from workers.waiting_queue import WaitingQueue
 
 _NONE_BLOCKED: frozenset[int] = frozenset()
 _CLASSES = tuple(PriorityClass)
-
-
-def _priority(request: Request) -> PriorityClass:
-    return request.priority
+_priority = attrgetter("priority")
 
 
 class Scheduler:
@@ -174,7 +172,7 @@ class Scheduler:
     # Classes are served from the highest down, so what a step has admitted is never its victim.
     def schedule(self, blocked_partitions: Set[int] = _NONE_BLOCKED) -> SchedulerOutput:
         """The next step. Sequences whose reply partition is in `blocked_partitions` stand still."""
-        decodes, prefills = self._split_running(blocked_partitions)
+        decodes, prefills = self.running.split(blocked_partitions)
         plan = StepPlan(self.config, self.step_time, len(decodes))
         num_interactive = bisect_right(decodes, PriorityClass.INTERACTIVE, key=_priority)
         self._schedule_decodes(decodes[:num_interactive], plan)
@@ -195,6 +193,21 @@ class Scheduler:
                 going = beside_a_prompt if plan.has_interactive_chunk else lower
                 self._schedule_decodes(going[: plan.num_decodes_in_time(going)], plan)
                 plan.num_unsettled = 0
+        return plan.finish()
+
+    def schedule_prompts(
+        self, decodes: list[ScheduledSequence], num_context_tokens: int, prefills: list[Request]
+    ) -> SchedulerOutput:
+        """A step of one class: `decodes`, at least one, have their blocks, and `num_context_tokens` with this
+        step's. `prefills` are all others that run, in their order, with blocks enough: nobody gives way."""
+        priority = decodes[0].request.priority
+        plan = StepPlan(self.config, self.step_time, 0)
+        plan.decodes += decodes
+        plan.add_context(num_context_tokens)
+        plan.has_interactive_decode = priority is PriorityClass.INTERACTIVE
+        for request in prefills:
+            self._prompts.schedule_chunk(request, plan)
+        self._prompts.admit(priority, _NONE_BLOCKED, plan)
         return plan.finish()
 
     def update_from_output(self, batch: SchedulerOutput, sampled: RunnerOutput) -> list[RequestOutput]:
@@ -239,20 +252,6 @@ class Scheduler:
             self.step_time.observe(
                 num_seqs, further, batch.num_context_tokens, seconds, batch.num_attended_pairs
             )
-
-    def _split_running(self, blocked_partitions: Set[int]) -> tuple[list[Request], list[Request]]:
-        """Running requests that lack one token, and those that lack more."""
-        decodes: list[Request] = []
-        prefills: list[Request] = []
-        for request in self.running:
-            if blocked_partitions and request.reply_partition in blocked_partitions:
-                continue
-            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-            if num_tokens - request.num_computed_tokens > 1:
-                prefills.append(request)
-            else:
-                decodes.append(request)
-        return decodes, prefills
 
     def _schedule_decodes(self, requests: list[Request], plan: StepPlan) -> None:
         block_size = self.kv_cache_manager.block_size

@@ -6,36 +6,45 @@ come at known steps. A `DecodeRun` plans such steps without touching any request
 as came to pass, and leaves the scheduler as the same number of `schedule` and `update_from_output` would:
 it makes the same calls to pools, budget, step-time model and meter, in the same order.
 
+While prompts are computed beside the decodes, it goes on step by step: the scheduler plans the prompts, and
+the decodes still go by what is known of them. A request joins when its prompt has ended.
+
 Not planned are steps that would preempt, or that the inter-token target would hold a lower class back in.
 """
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import accumulate
 from operator import attrgetter
 
+from infra.simulator.leap_rules import is_in_time, is_timed
 from schemas.priority import PriorityClass
 from workers.batch import RunnerOutput, ScheduledSequence, SchedulerOutput
-from workers.request import FinishReason, Request
+from workers.request import FinishReason, Request, RequestOutput
 from workers.roofline import StepCosts
 from workers.scheduler import Scheduler
 
-# Relative. The scheduler adds up what a step takes sequence by sequence; in closed form the last bits differ.
-_CLOSE_CALL = 1e-9
 # A plan that is cut short was made for nothing.
 _MAX_PLANNED = 32
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A running request. `end` is the step that gives its last token; up to `synced` it has its tokens.
-    `bucket` has those whose blocks are due in the same steps."""
+    """A running request. `order` is its place in the batch, `end` the step that gives its last token; up to
+    `synced` it has its tokens. `bucket` has those whose blocks are due in the same steps, in their order."""
 
     request: Request
+    order: tuple[PriorityClass, int]
     end: int
     bucket: list["_Member"]
-    synced: int = 0
+    synced: int
+    sequence: ScheduledSequence
+
+
+_order = attrgetter("order")
+_arrival = attrgetter("arrival")
 
 
 class DecodeRun:
@@ -52,7 +61,7 @@ class DecodeRun:
         token_id: int,
         last_token_id: int,
     ) -> None:
-        """Of all that runs in `scheduler`; `can_run` must hold. `num_left(request)` tokens are to come of a
+        """Of all that runs in `scheduler`; `can_leap` must hold. `num_left(request)` tokens are to come of a
         request, `last_token_id` is the last of them, the others are `token_id`."""
         self.num_done = 0
         self.ends: list[float] = []
@@ -62,48 +71,16 @@ class DecodeRun:
         self._roofline = roofline
         self._token_id, self._last_token_id = token_id, last_token_id
         self._buckets: list[list[_Member]] = [[] for _ in range(self._kv.block_size)]
+        self._num_left = num_left
         self._num_by_class = [0] * len(PriorityClass)
         self._members: list[_Member] = []
-        block_size, buckets, num_by_class = self._kv.block_size, self._buckets, self._num_by_class
-        num_context_tokens = 0
+        self._num_context_tokens = 0
+        # Those whose prompts are being computed, in the order of the batch.
+        self._prefills: list[Request] = []
+        # A heap by end; of those that end together, the first in the batch goes first.
+        self._by_end: list[tuple[int, tuple[PriorityClass, int], _Member]] = []
         for request in scheduler.running:
-            num_computed = request.num_computed_tokens
-            num_context_tokens += num_computed
-            # A block is due where the table is full, and then every block_size steps.
-            bucket = buckets[(1 - num_computed) % block_size]
-            member = _Member(request, num_left(request), bucket)
-            self._members.append(member)
-            bucket.append(member)
-            num_by_class[request.priority] += 1
-        self._num_context_tokens = num_context_tokens
-        # The next to end is the last; of those that end together, the first in the batch.
-        self._by_end = sorted(self._members, key=attrgetter("end"))
-        self._by_end.reverse()
-
-    @staticmethod
-    def can_run(scheduler: Scheduler) -> bool:
-        """Whether all requests are running ones that lack one token, no block is held beyond the next, and
-        the first step goes as a run's step does."""
-        running = scheduler.running
-        if scheduler.num_waiting or not len(running):
-            return False
-        newest = running.last  # mostly the one whose prompt is being computed
-        if newest.num_tokens - newest.num_computed_tokens != 1:
-            return False
-        block_size = scheduler.kv_cache_manager.block_size
-        num_context_tokens = 0
-        for request in running:
-            num_computed = request.num_computed_tokens
-            num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-            if num_tokens - num_computed != 1:
-                return False
-            if not 0 <= len(request.block_table) * block_size - num_computed < block_size:
-                return False
-            num_context_tokens += num_computed
-        mixed = running[0].priority is PriorityClass.INTERACTIVE and running.has_below(
-            PriorityClass.INTERACTIVE
-        )
-        return not _is_timed(scheduler, mixed) or _is_in_time(scheduler, len(running), num_context_tokens)
+            self._join(request)
 
     @property
     def num_by_class(self) -> list[int]:
@@ -115,15 +92,20 @@ class DecodeRun:
         done = self.num_done
         return [(m.request, len(m.request.output_token_ids) + done - m.synced) for m in self._members]
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nothing but what it decodes."""
+        return not self._prefills and not self._scheduler.num_waiting
+
     def plan(self, now: float) -> bool:
         """Plans steps from `now` on, up to the next end of a request. False if not even one goes so."""
         num_seqs = len(self._members)
         if not num_seqs:
             return False
-        step, last = self.num_done, min(self._by_end[-1].end, self.num_done + _MAX_PLANNED)
+        step, last = self.num_done, min(self._by_end[0][0], self.num_done + _MAX_PLANNED)
         interactive, *lower = self._num_by_class
-        if _is_timed(self._scheduler, interactive > 0 and any(lower)):
-            if not _is_in_time(self._scheduler, num_seqs, self._num_context_tokens):
+        if is_timed(self._scheduler, interactive > 0 and any(lower)):
+            if not is_in_time(self._scheduler, num_seqs, self._num_context_tokens):
                 return False
             last = step + 1
         num_steps = self._num_steps_with_blocks(last - step)
@@ -153,34 +135,75 @@ class DecodeRun:
         """The first `num_steps` of the plan. Returns the requests that ended with the last of them."""
         num_seqs = len(self._members)
         block_size, buckets = self._kv.block_size, self._buckets
-        caching, cache_computed = self._kv.hasher is not None, self._kv.cache_computed
         seconds, context = self._seconds[:num_steps], self._num_context_tokens
-        first, step = self.num_done + 1, self.num_done + len(seconds)
-        if caching:
-            for at in range(first, step + 1):
-                self._grow([(member, at) for member in buckets[at % block_size]])
-                # Those whose block is full now. At once: a block of the same hash may be evicted later.
-                for member in buckets[(at + 1) % block_size]:
-                    if member.end > at:
-                        self._sync(member, at)
-                        cache_computed(member.request)
-        else:
-            self._grow([(m, at) for at in range(first, step + 1) for m in buckets[at % block_size]])
+        first, last = self.num_done + 1, self.num_done + len(seconds)
         contexts = range(context + num_seqs, context + num_seqs * (len(seconds) + 1), num_seqs)
         # As `Scheduler.observe` does. Nobody asks meter or model before the last of these steps is over.
         self._scheduler.meter.add_decodes(num_seqs, seconds)
         self._scheduler.step_time.observe_steps(num_seqs, 0, zip(contexts, seconds, strict=True))
-        self.num_done, self._num_context_tokens = step, context + num_seqs * len(seconds)
         del self.ends[:num_steps], self._seconds[:num_steps]
+        if self._kv.hasher is None:
+            self._grow([(m, at) for at in range(first, last + 1) for m in buckets[at % block_size]])
+            return self._book(len(seconds))
         ended: list[Request] = []
-        while self._by_end and self._by_end[-1].end == step:
-            ended.append(self._end(self._by_end.pop()))
+        for at in range(first, last + 1):
+            self._grow([(member, at) for member in buckets[at % block_size]])
+            ended += self._book(1)
         return ended
 
-    def close(self) -> None:
-        """Brings every request up to date, for the scheduler to go on with."""
+    def can_step(self) -> bool:
+        """Whether the next step goes beside prompts: nobody can give way to them, for there is one class and
+        there are blocks for all that runs."""
+        scheduler, kv = self._scheduler, self._kv
+        if not self._members:
+            return False
+        priority = scheduler.running[0].priority
+        if scheduler.running.last.priority is not priority:
+            return False
+        if scheduler.num_waiting != scheduler.num_waiting_by_class()[priority]:
+            return False
+        num_due = len(self._buckets[(self.num_done + 1) % kv.block_size])
+        for request in self._prefills:
+            if request.num_tokens - request.num_computed_tokens == 1:
+                return False  # decoded like the members, but with a time of its own
+            num_due += kv.num_blocks_for(request.num_tokens) - len(request.block_table)
+        return num_due <= kv.num_free_blocks
+
+    def schedule(self) -> SchedulerOutput:
+        """Begins a step beside prompts; `can_step` must hold."""
+        step = self.num_done + 1
+        self._grow([(member, step) for member in self._buckets[step % self._kv.block_size]])
+        decodes = [member.sequence for member in self._members]
+        num_context_tokens = self._num_context_tokens + len(decodes)
+        batch = self._scheduler.schedule_prompts(decodes, num_context_tokens, self._prefills)
+        for request in batch.admitted:
+            insort(self._prefills, request, key=_arrival)
+        return batch
+
+    def chunks(self, batch: SchedulerOutput) -> list[ScheduledSequence]:
+        """Of a step that it has begun, the prompts' part."""
+        return batch.scheduled[len(self._members) :]
+
+    def update_from_output(
+        self, batch: SchedulerOutput, sampled: RunnerOutput
+    ) -> tuple[list[Request], list[RequestOutput]]:
+        """Books the step that `schedule` began: `sampled` are the tokens of its `chunks`. Returns who ended,
+        and the outputs of the chunks. Those whose prompts have ended join."""
+        chunks = self.chunks(batch)
+        ended = self._book(1)
+        outputs = self._scheduler.update_from_output(SchedulerOutput(chunks), sampled)
+        for sequence in chunks:
+            if sequence.samples:
+                self._prefills.remove(sequence.request)
+                if sequence.request.finish_reason is None:
+                    self._join(sequence.request)
+        return ended, outputs
+
+    def close(self) -> list[Request]:
+        """Brings every request in it up to date, for the scheduler to go on with. Returns them."""
         for member in self._members:
             self._sync(member, self.num_done)
+        return [member.request for member in self._members]
 
     def _grow(self, due: list[tuple[_Member, int]]) -> None:
         """Gives each member the block that it needs in a step: (member, step), in the order of the steps."""
@@ -202,12 +225,52 @@ class DecodeRun:
         request.num_computed_tokens += num_tokens
         request.output_token_ids.extend([self._token_id] * num_tokens)
 
+    def _join(self, request: Request) -> None:
+        """A running request that lacks one token."""
+        num_computed = request.num_computed_tokens
+        # A block is due where the table is full, and then every block_size steps.
+        bucket = self._buckets[(self.num_done + 1 - num_computed) % self._kv.block_size]
+        member = _Member(
+            request,
+            (request.priority, request.arrival),
+            self.num_done + self._num_left(request),
+            bucket,
+            self.num_done,
+            ScheduledSequence(request, 1, True),
+        )
+        self._members.append(member)
+        insort(bucket, member, key=_order)
+        heappush(self._by_end, (member.end, member.order, member))
+        self._num_by_class[request.priority] += 1
+        self._num_context_tokens += num_computed
+
+    def _book(self, num_steps: int) -> list[Request]:
+        """Steps of all members, who have the blocks. With prefix caching one, otherwise up to the next end.
+        Returns the requests that ended with the last."""
+        self._num_context_tokens += num_steps * len(self._members)
+        step = self.num_done = self.num_done + num_steps
+        ending: list[_Member] = []
+        while self._by_end and self._by_end[0][0] == step:
+            ending.append(heappop(self._by_end)[-1])
+        if self._kv.hasher is None:
+            return [self._end(member) for member in ending]
+        # Those whose block is full now. At once: a block of the same hash may be evicted later.
+        full = self._buckets[(step + 1) % self._kv.block_size]
+        ended: list[Request] = []
+        for member in sorted({*full, *ending}, key=_order):
+            if member.end == step:
+                ended.append(self._end(member))
+            else:
+                self._sync(member, step)
+                self._kv.cache_computed(member.request)
+        return ended
+
     def _end(self, member: _Member) -> Request:
         request, step = member.request, member.end
         self._sync(member, step - 1)
         # The last token is one that the scheduler takes itself: it books the end.
         sampled = RunnerOutput([self._last_token_id])
-        batch = SchedulerOutput([ScheduledSequence(request, 1, True)])
+        batch = SchedulerOutput([member.sequence])
         (output,) = self._scheduler.update_from_output(batch, sampled)
         if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             raise RuntimeError(f"request {request.request_id.hex()} was to end with this token")
@@ -217,17 +280,3 @@ class DecodeRun:
         self._num_context_tokens -= request.num_tokens - 1
         member.bucket.remove(member)
         return request
-
-
-def _is_timed(scheduler: Scheduler, mixed: bool) -> bool:
-    """Whether the inter-token target bounds a batch that is `mixed`, of interactive and lower classes."""
-    return mixed and scheduler.config.inter_token_target_ms > 0
-
-
-def _is_in_time(scheduler: Scheduler, num_seqs: int, num_context_tokens: int) -> bool:
-    """Whether the inter-token target lets all of the lower classes go along in the next step."""
-    time = scheduler.step_time
-    if num_seqs > time.max_num_seqs:
-        return False
-    limit = time.line_for(scheduler.config.inter_token_target_ms / 1000, False)
-    return time.line(num_seqs, 0, num_context_tokens + num_seqs) < limit * (1 - _CLOSE_CALL)

@@ -16,7 +16,8 @@ from infra.simulator.backlog import BacklogCoordinator
 from infra.simulator.handoffs import Handoff, Handoffs
 from infra.simulator.measures import Flight, Measures, Sample
 from infra.simulator.scenario import Failure, Model, Scenario, Workers, kv_layout
-from infra.simulator.worker import TOKEN_ID, Ended, SimulatedWorker
+from infra.simulator.worker import SimulatedWorker
+from infra.simulator.worker_flights import TOKEN_ID, Ended
 from infra.simulator.workload import Arrival, arrivals
 from schemas.fleet import HEARTBEAT_INTERVAL_S
 from schemas.handoff_records import WorkerRole

@@ -11,7 +11,7 @@ from functools import partial
 from infra.simulator.handoffs import Handoff, Handoffs
 from infra.simulator.measures import Flight
 from workers.batch import SchedulerOutput
-from workers.request import Request
+from workers.request import FinishReason, Request, RequestOutput
 from workers.request_factory import make_request
 from workers.scheduler import Scheduler
 
@@ -21,7 +21,8 @@ _TOLD_S = 2.0
 
 class WorkerHandoffs:
     """`post(call, now)` has `call` called between two steps. `take_over` is told of a request that runs here
-    from its first token on, `take_whole` of one to be computed here from its prompt on."""
+    from its first token on, `take_whole` of one to be computed here from its prompt on, `gone` of one whose
+    prompt was computed here and that goes on elsewhere."""
 
     def __init__(
         self,
@@ -32,13 +33,14 @@ class WorkerHandoffs:
         post: Callable[[Callable[[float], None], float], None],
         take_over: Callable[[Request, Flight, float], None],
         take_whole: Callable[[Request, Flight], None],
+        gone: Callable[[Request], None],
     ) -> None:
         self._handoffs = handoffs
         self._scheduler = scheduler
         self._kv_bytes = kv_bytes_per_token
         self._last_token_id = last_token_id
         self._post = post
-        self._take_over, self._take_whole = take_over, take_whole
+        self._take_over, self._take_whole, self._gone = take_over, take_whole, gone
         self._computing: dict[bytes, Handoff] = {}
         self._kept: dict[bytes, Handoff] = {}
         self._ready: deque[Handoff] = deque()
@@ -65,9 +67,19 @@ class WorkerHandoffs:
         dispatch = replace(handoff.dispatch, request=only_prompt, expected_output_tokens=1)
         return make_request(dispatch, is_valid=True)
 
-    def is_for_another(self, request: Request) -> bool:
-        """Whether what becomes of the request here is for another worker to tell."""
-        return self._of(request) is not None
+    def own_outputs(self, outputs: list[RequestOutput], now: float) -> list[RequestOutput]:
+        """Those that are told here, not by another worker; an error is, wherever the request was to go."""
+        own = []
+        for output in outputs:
+            request = output.request
+            if output.finish_reason is FinishReason.ERROR:
+                self.ends_here(request, now)
+            if self._of(request) is not None:
+                if output.finish_reason is not None:
+                    self._gone(request)
+            elif output.finish_reason is not FinishReason.SUPERSEDED:
+                own.append(output)
+        return own
 
     def max_tokens(self, request: Request) -> int | None:
         """Of the whole request, where only its prompt is computed here."""
