@@ -20,7 +20,6 @@ from schemas.kafka_login import client_settings
 
 _TENANT = "batch"
 _AGAIN_S = 0.3
-_BETWEEN_RECORDS_S = 0.1
 _CLOSE_S = 5.0
 Report = Callable[[str], None]
 T = TypeVar("T")
@@ -30,10 +29,17 @@ class BatchLoad:
     """`files`: the items of each batch by its id; `records`: those published on the topic."""
 
     def __init__(
-        self, chaos: ChaosStack, rng: random.Random, tokens: tuple[int, int], lines: int, report: Report
+        self,
+        chaos: ChaosStack,
+        rng: random.Random,
+        tokens: tuple[int, int],
+        lines: int,
+        between_records_s: float,
+        report: Report,
     ) -> None:
         """`tokens`: from, to so many of each item; `lines` of a file."""
         self._chaos, self._rng, self._tokens, self._lines = chaos, rng, tokens, lines
+        self._between_records_s = between_records_s
         self._report = report
         self._last = "no refusal was seen"
         self._numbers = count()
@@ -185,7 +191,7 @@ class BatchLoad:
                 await self._close_producer()
                 await asyncio.sleep(_AGAIN_S)
             else:
-                await asyncio.sleep(_BETWEEN_RECORDS_S)
+                await asyncio.sleep(self._between_records_s)
                 return
 
     async def _open_producer(self) -> None:

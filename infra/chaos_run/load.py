@@ -155,6 +155,9 @@ class Load:
         else:
             record.status = 200
             record.end = End.DONE if delivery.done is not None else End.FAILED
+            if record.kind == "leaves" and _was_cancelled(delivery):
+                # A connection of its own that broke ends its request: nobody is expected to come back.
+                record.end, delivery.done = End.LEFT, None
             record.detail = "" if delivery.error is None else str(delivery.error)
 
     def _behaviour(self, record: ClientRecord) -> Callable[[], Awaitable[None]]:
@@ -180,3 +183,8 @@ class Load:
             await asyncio.sleep(0.1)
 
         return {"leaves": leaves, "resumes": resumes, "slow": slow}.get(record.kind, nothing)
+
+
+def _was_cancelled(delivery: Delivery) -> bool:
+    done, error = delivery.done or {}, delivery.error or {}
+    return done.get("finish_reason") == "cancelled" or error.get("code") == "cancelled"

@@ -27,10 +27,10 @@ from schemas.records import Retry
 
 # Faults between two accounts: their requests are in memory, and no older than the log keeps them.
 ROUND = 8
-# What streams and items ask for, from and to, and the lines of a file: of the simulated model and of the real
-# one, which takes a hundred times as long.
-_SIZES = ((60, 240), (4, 30), 24)
-_SMALL_SIZES = ((12, 24), (2, 4), 3)
+# What streams and items ask for, from and to, the lines of a file, and the seconds between a topic's records:
+# of the simulated model and of the real one, which takes a hundred times as long.
+_SIZES = ((60, 240), (4, 30), 24, 0.1)
+_SMALL_SIZES = ((12, 24), (2, 4), 3, 5.0)
 _WARM_S = 2.0
 _QUIET_S = 1.5
 _RECOVERY_S = 90.0
@@ -62,13 +62,13 @@ async def chaos_run(
         brokers=brokers,
         disaggregated=disaggregated,
     ) as chaos:
-        tokens, item_tokens, lines = _SMALL_SIZES if deterministic_model else _SIZES
+        tokens, item_tokens, lines, between_s = _SMALL_SIZES if deterministic_model else _SIZES
         expected: ExpectedText = simulated_text
         if deterministic_model:
             report("asking the model while nothing is done to it")
             expected = await reference_text(partial(_ask, chaos), PROMPTS, tokens[1])
         load = Load(chaos, rng, clients=clients, tokens=tokens, long_prompts=disaggregated)
-        batch = BatchLoad(chaos, rng, item_tokens, lines, report)
+        batch = BatchLoad(chaos, rng, item_tokens, lines, between_s, report)
         run = _Run(report, rng, chaos, expected, load, batch, _AFFECTED_STEPS * step_ms)
         deadline = time.monotonic() + seconds
         waiting: list[str] = []
