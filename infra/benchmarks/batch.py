@@ -44,7 +44,7 @@ _GPUS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--items", type=int, nargs=2, default=(10_000, 100_000), help="few and many")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of streams alone, and beside a batch")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of streams alone, and beside a batch")
     parser.add_argument("--rate", type=float, default=4.0, help="streams begun a second")
     parser.add_argument("--calm", type=float, default=60.0, help="seconds to wait for others to be quiet")
     parser.add_argument("--only", choices=("scale", "beside", "prefixes"))
