@@ -37,7 +37,9 @@ class PromptScheduler:
         self._max_num_seqs = max_num_seqs
 
     def schedule_chunk(self, request: Request, plan: StepPlan) -> None:
-        num_tokens = plan.chunk_size(request, request.num_computed_tokens)
+        self._add_chunk(request, plan.chunk_size(request, request.num_computed_tokens), plan)
+
+    def _add_chunk(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
         if num_tokens > 0 and not self._preemption.allocate(request, num_tokens, plan):
             # Nobody gives way to the last one: it takes what there is.
             kv = self._kv
@@ -68,10 +70,16 @@ class PromptScheduler:
             if plan.computing and self._is_computed_by_another(request, num_computed, plan):
                 num_passed += 1
                 continue
-            if not plan.chunk_size(request, num_computed) or not self._make_room(request, plan):
+            num_preempted = len(plan.output.preempted)
+            num_tokens = plan.chunk_size(request, num_computed)
+            if not num_tokens or not self._make_room(request, plan):
                 return False
             waiting.remove(request)
             self._start(request, plan)
+            if len(plan.output.preempted) > num_preempted:
+                # Who gave way left time and tokens, and maybe blocks that had been found cached.
+                num_tokens = plan.chunk_size(request, request.num_computed_tokens)
+            self._add_chunk(request, num_tokens, plan)
         return True
 
     def _make_room(self, request: Request, plan: StepPlan) -> bool:
@@ -113,7 +121,6 @@ class PromptScheduler:
         request.transition_to(RequestStatus.RUNNING)
         self._running.add(request, self._budget.expected_blocks(request))
         plan.output.admitted.append(request)
-        self.schedule_chunk(request, plan)
 
     def _note_computing(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
         kv = self._kv
