@@ -1,10 +1,13 @@
 """Handoffs between two workers' real engines: what is served is what one worker would serve alone."""
 
+import threading
+
 import pytest
 
-from schemas.records import Dispatch, Handoff
+from schemas.records import Dispatch, Handoff, Offer
 from tests.handoff_pair import DECODE, PREFILL, Pair, expected_tokens, until
 from tests.handoff_requests import a_request, is_served
+from workers.request import RequestOutput
 
 
 async def test_a_prompt_is_computed_here_and_goes_on_there() -> None:
@@ -86,9 +89,18 @@ async def test_a_prompt_that_is_preempted_is_computed_by_decode() -> None:
     limits = {"max_num_batched_tokens": 8, "max_prefill_chunk": 8, "max_num_seqs": 4}
     async with Pair(prefill_blocks=11, prefill_limits=limits) as pair:
         whole, prompt = a_request(1, prompt_len=47, max_tokens=40), a_request(2, prompt_len=120)
+        # Both before the first step, so that the prompt begins with the stream's first token.
+        may_go = threading.Event()
+
+        def wait() -> list[RequestOutput]:
+            assert may_go.wait(10)
+            return []
+
+        pair.prefill.thread.call(wait)
         pair.prefill.serving.on_dispatch(Dispatch(PREFILL.slot, PREFILL.epoch, 1, whole), None)
-        await until(lambda: len(pair.prefill.told(whole)) == 1)
         pair.hand_over(prompt)
+        await until(lambda: any(isinstance(message, Offer) for message in pair.wire.sent))
+        may_go.set()
         end = await pair.end(prompt)
         assert end.output_tokens == 12
         assert pair.decode.told(prompt) == expected_tokens(prompt, 12)
@@ -108,7 +120,8 @@ async def test_a_prompt_that_is_preempted_is_computed_by_decode() -> None:
 async def test_a_stream_that_is_preempted_at_decode_goes_on(
     decode_blocks: int, outcomes: dict[str, int], num_host_blocks: int
 ) -> None:
-    async with Pair(decode_blocks=decode_blocks, num_host_blocks=num_host_blocks) as pair:
+    # Slow enough for the second to come while the first runs, on a busy machine too.
+    async with Pair(step_ms=10, decode_blocks=decode_blocks, num_host_blocks=num_host_blocks) as pair:
         low, high = a_request(1, priority=1, max_tokens=60), a_request(2, prompt_len=200, max_tokens=60)
         pair.hand_over(low)
         await until(lambda: len(pair.decode.told(low)) > 1)
@@ -120,7 +133,7 @@ async def test_a_stream_that_is_preempted_at_decode_goes_on(
 
 
 async def test_all_places_taken_it_waits_as_others_do_and_finds_its_kv() -> None:
-    async with Pair(sharing="shared", decode_limits={"max_num_seqs": 1}) as pair:
+    async with Pair(step_ms=10, sharing="shared", decode_limits={"max_num_seqs": 1}) as pair:
         first, second = a_request(1, max_tokens=60), a_request(2)
         pair.hand_over(first)
         await until(lambda: len(pair.decode.told(first)) > 1)
@@ -132,7 +145,7 @@ async def test_all_places_taken_it_waits_as_others_do_and_finds_its_kv() -> None
 
 
 async def test_without_blocks_decode_waits_for_some_and_then_computes_it() -> None:
-    async with Pair(decode_blocks=12) as pair:
+    async with Pair(step_ms=10, decode_blocks=12) as pair:
         first, second = a_request(1, max_tokens=60), a_request(2)
         pair.hand_over(first)
         await until(lambda: len(pair.decode.told(first)) > 1)

@@ -104,10 +104,10 @@ class PrefillRole(HandoffRole):
             return True
         peer = Run(pairing.decode_slot, pairing.decode_epoch)
         self._do(self._look_at(peer, now))
-        self._sender.trace(pairing.transfer_id, traceparent)
         effects = self._prefill.offer(dispatch, now)
         if not effects:  # a double
             return True
+        self._sender.trace(pairing.transfer_id, traceparent)
         self.on_whole(dispatch)
         error = request_error(wanted, self._model, self._vocab_size)
         num_tokens = len(wanted.prompt_token_ids) + len(wanted.output_token_ids)
