@@ -105,7 +105,7 @@ def a_request(prompt_len: int = 200, max_tokens: int = 40) -> InferenceRequest:
 async def hand_over(client: FleetClient, request: InferenceRequest, lease_ms: int = 5000) -> tuple[int, int]:
     """As admission does. Returns the epochs of prefill and decode."""
     prefill, decode = await client.epoch(PREFILL), await client.epoch(DECODE)
-    pairing = Pairing(os.urandom(16), DECODE, decode, 1000, lease_ms)
+    pairing = Pairing(os.urandom(16), DECODE, decode, 3000, lease_ms)
     record = Dispatch(PREFILL, prefill, request.sampling.max_tokens, request, pairing)
     partition = topics.partition(PREFILL, request.priority)
     await client.producer.send_and_wait(topics.PREFILL, encode(record), partition=partition)
@@ -136,7 +136,9 @@ async def all_blocks_are_free(client: FleetClient) -> None:
 
 async def test_a_prompt_goes_from_one_process_to_another(workers: Workers, client: FleetClient) -> None:
     requests = [a_request(17 + 60 * number) for number in range(8)]
-    for request in requests:
+    for number, request in enumerate(requests):
+        # No two begin alike: what decode has cached of one is not sent again for another.
+        request.prompt_token_ids[0] = 40 + number
         _, decode = await hand_over(client, request)
     for request in requests:
         completion, usage = await client.end(request)
