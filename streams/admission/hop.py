@@ -13,8 +13,9 @@ computed, in a pipeline of two stages with equal parts (computing takes C in all
 prompt and one whose beginning is cached at decode stay: there is little to compute, and `overhead` does not
 shrink.
 
-A rate that nobody has measured yet is taken from the other side, for the same model runs there, and a
-bandwidth is taken to be no hindrance: the first transfer measures it.
+A rate that nobody has measured yet is taken from the other side, for the same model runs there; so is a
+lower one of a prefill slot, which may have seen short prompts alone. A bandwidth that nobody has measured
+is taken to be no hindrance: the first transfer measures it.
 """
 
 from collections.abc import Mapping
@@ -129,7 +130,9 @@ def whole(
 
 def hop(policy: HopPolicy, seen: Hop) -> float | None:
     """What the request costs by way of the prefill slot (ms). None: no rate is known."""
-    rate = seen.prefill_tokens_per_s or seen.decode_tokens_per_s
+    # A slot without long prompts has measured short ones, whose steps are mostly overhead: taken at its word,
+    # it would never get any.
+    rate = max(seen.prefill_tokens_per_s, seen.decode_tokens_per_s)
     if rate <= 0:
         return None
     to_compute = seen.prefill_queued_tokens + seen.uncached_at_prefill
