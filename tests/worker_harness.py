@@ -113,29 +113,16 @@ def _is_about(value: Any, kind: type[Any], request: InferenceRequest) -> bool:
     )
 
 
+_READ = (topics.TOKENS, topics.USAGE, topics.EVENTS, topics.HEARTBEATS)
+
+
 def fleet_client(bootstrap: str) -> AbstractAsyncContextManager[FleetClient]:
-    read = (
-        topics.TOKENS,
-        topics.USAGE,
-        topics.EVENTS,
-        topics.HEARTBEATS,
-        topics.DECISIONS,
-        topics.dlq(topics.PREFILL),
-    )
-    return FleetClient.open(bootstrap, LAYOUT, read)
+    return FleetClient.open(bootstrap, LAYOUT, (*_READ, topics.DECISIONS, topics.dlq(topics.PREFILL)))
 
 
 def handoff_client(bootstrap: str) -> AbstractAsyncContextManager[FleetClient]:
     """One that also reads what workers with roles say to each other."""
-    read = (
-        topics.TOKENS,
-        topics.USAGE,
-        topics.EVENTS,
-        topics.HEARTBEATS,
-        topics.DECODE,
-        topics.dlq(topics.DECODE),
-    )
-    return FleetClient.open(bootstrap, LAYOUT, read)
+    return FleetClient.open(bootstrap, LAYOUT, (*_READ, topics.DECODE, topics.dlq(topics.DECODE)))
 
 
 _numbers = iter(range(1, 1 << 30))

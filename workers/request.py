@@ -127,6 +127,11 @@ class Request:
         """Tokens whose KV the next step may need: prompt and output so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
+    @property
+    def num_kv_tokens_at_most(self) -> int:
+        """Whose KV it holds at its end: the last token is sampled but never computed."""
+        return len(self.prompt_token_ids) + self.max_output_tokens - 1
+
     def tokens(self, start: int, end: int) -> list[int]:
         """Tokens start … end - 1 of prompt and output."""
         prompt, output = self.prompt_token_ids, self.output_token_ids

@@ -154,9 +154,13 @@ class Scheduler:
     def _register(self, request: Request) -> None:
         self._arrivals += 1
         request.arrival = self._arrivals
+        self.limit_output(request)
+        self._requests[request.request_id] = request
+
+    def limit_output(self, request: Request) -> None:
+        """By what it asks for and by the model's context."""
         context_left = self.config.max_model_len - len(request.prompt_token_ids)
         request.max_output_tokens = min(request.sampling.max_tokens, context_left)
-        self._requests[request.request_id] = request
 
     def abort(self, request_id: bytes, attempt: int) -> RequestOutput | None:
         """Ends the request if its attempt is at most `attempt`; its blocks are free when this returns."""
@@ -290,9 +294,8 @@ class Scheduler:
             return "prompt_token_ids is empty"
         if num_prompt_tokens >= max_model_len:
             return f"the prompt has {num_prompt_tokens} tokens, the model's context is {max_model_len}"
-        # The last token is sampled but never computed.
-        num_kv_tokens = num_prompt_tokens + request.max_output_tokens - 1
-        num_blocks, pool = self.kv_cache_manager.num_blocks_for(num_kv_tokens), self.kv_cache_manager.pool
+        kv, pool = self.kv_cache_manager, self.kv_cache_manager.pool
+        num_blocks = kv.num_blocks_for(request.num_kv_tokens_at_most)
         if num_blocks > pool.num_blocks:
             return f"prompt and max_tokens need {num_blocks} KV blocks, the worker has {pool.num_blocks}"
         if len(self._waiting) > self.config.max_num_waiting:

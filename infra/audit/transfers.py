@@ -14,12 +14,11 @@ from infra.audit.history import History
 from infra.audit.request_log import RequestLog
 from schemas.records import Handoff, Offer, Reserved, TransferEnded
 from schemas.stream_state import Run
+from workers.handoff.ended_messages import UNKNOWN
 from workers.handoff.states import State
 
 # The runs that live, and of which requests each counts a handoff.
 Counted = Mapping[Run, AbstractSet[bytes]]
-# How prefill answers for what it does not know, or not any more: what became of it, it does not say.
-_UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +195,7 @@ def _judge_end(history: TransferHistory, about: _About, now_ms: int) -> Iterator
 
 def _on_ended(history: TransferHistory, told: TransferEnded) -> None:
     run = Run(told.from_slot, told.from_epoch)
-    if told.reason != _UNKNOWN:
+    if told.reason != UNKNOWN:
         history.ends.setdefault(run, set()).add(told.state)
     if told.writes_closed:
         history.closed_by.add(run)

@@ -11,12 +11,10 @@ from functools import partial
 from infra.simulator.handoffs import Handoff, Handoffs
 from infra.simulator.measures import Flight
 from workers.batch import SchedulerOutput
+from workers.handoff.transfer import TOLD_S
 from workers.request import FinishReason, Request, RequestOutput
 from workers.request_factory import make_request
 from workers.scheduler import Scheduler
-
-# How long a heartbeat tells of a handoff that is over: others may miss a heartbeat or two.
-_TOLD_S = 2.0
 
 
 class WorkerHandoffs:
@@ -166,7 +164,7 @@ class WorkerHandoffs:
 
     def _compute_whole(self, handoff: Handoff, now: float) -> None:
         self._give_back(handoff, now)
-        self._told_until[handoff.request_id] = now + _TOLD_S
+        self._told_until[handoff.request_id] = now + TOLD_S
         self._take_whole(make_request(handoff.dispatch, is_valid=True), handoff.flight)
 
     def give_back(self, handoff: Handoff, now: float) -> None:
@@ -179,4 +177,4 @@ class WorkerHandoffs:
 
     def _forget(self, handoff: Handoff, now: float) -> None:
         del self._kept[handoff.request_id]
-        self._told_until[handoff.request_id] = now + _TOLD_S
+        self._told_until[handoff.request_id] = now + TOLD_S

@@ -16,8 +16,9 @@ from infra.local.services import split_roles
 from infra.local.verbs import VerbsError
 from schemas import topics
 from schemas.clock import epoch_ms
+from schemas.handoff_records import Message
 from schemas.object_store import open_store
-from schemas.records import Handoff, Offer, Reserved, TransferEnded
+from schemas.records import Handoff, Offer, TransferEnded
 from tests.audit_recording import Recording, record
 from tests.e2e.conftest import TENANT, RunningStack, running_stack, simulated_config
 from tests.e2e.test_streams import eventually
@@ -163,7 +164,7 @@ def adopt_it_twice(recording: Recording, victim: bytes) -> None:
 
 def hand_it_over_twice(recording: Recording, victim: bytes) -> None:
     for logged in list(recording.log[topics.DECODE]):
-        told: Offer | Reserved | Handoff | TransferEnded = logged.record
+        told: Message = logged.record
         asked = told.request if isinstance(told, Offer) else told
         if asked.request_id == victim:
             recording.append(topics.DECODE, replace(told, transfer_id=b"again"))

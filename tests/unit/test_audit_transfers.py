@@ -11,7 +11,8 @@ from infra.audit.findings import Finding, Kind
 from infra.audit.fleet import counted_handoffs
 from infra.audit.request_log import RequestLog
 from infra.audit.transfers import Counted, TransferLog
-from schemas.records import Completion, Handoff, Heartbeat, Offer, Reserved, TransferEnded
+from schemas.handoff_records import Message
+from schemas.records import Completion, Handoff, Heartbeat, Offer, TransferEnded
 from schemas.stream_state import Run
 from tests.handoff_lives import Violation
 from tests.handoff_world import World
@@ -20,7 +21,6 @@ from tests.unit.test_handoff_records import STATUS
 from workers.handoff import decode_side, prefill_side
 from workers.handoff.states import DECODE, PREFILL, Action, Event, Row, State
 
-Record = Offer | Reserved | Handoff | TransferEnded
 LATE_MS = 1_000_000
 ALLOWED = Tolerances()
 
@@ -101,7 +101,7 @@ def test_nothing_is_found_of_what_the_protocol_does() -> None:
 
 
 def _names(record: object, found: list[Finding]) -> bool:
-    assert isinstance(record, Record)
+    assert isinstance(record, Message)
     return record.transfer_id.hex() in {each.figures["transfer"] for each in found}
 
 
@@ -155,12 +155,12 @@ Alter = Callable[[World, list[tuple[float, object]]], list[tuple[float, object]]
 
 
 def changed(
-    records: list[tuple[float, object]], change: Callable[[Record], object]
+    records: list[tuple[float, object]], change: Callable[[Message], object]
 ) -> list[tuple[float, object]]:
     """`change` gives the record in place of each of the victim's, or None to leave it out."""
     found = []
     for at, record in records:
-        assert isinstance(record, Record)
+        assert isinstance(record, Message)
         of_victim = record.transfer_id == VICTIM
         if (kept := change(record) if of_victim else record) is not None:
             found.append((at, kept))
@@ -174,7 +174,7 @@ def never_end(world: World, records: list[tuple[float, object]]) -> list[tuple[f
 def strand_blocks(world: World, records: list[tuple[float, object]]) -> list[tuple[float, object]]:
     """Decode gives up what prefill writes to, and prefill says no more."""
 
-    def change(record: Record) -> object:
+    def change(record: Message) -> object:
         if isinstance(record, TransferEnded):
             return (
                 replace(record, state="aborted") if record.from_slot == world.decode.side.run.slot else None
@@ -191,7 +191,7 @@ def adopt_elsewhere_too(world: World, records: list[tuple[float, object]]) -> li
 
 def adopt_a_second_transfer(world: World, records: list[tuple[float, object]]) -> list[tuple[float, object]]:
     """Of the same attempt, at the same run."""
-    of_victim = [r for _, r in records if isinstance(r, Record) and r.transfer_id == VICTIM]
+    of_victim = [r for _, r in records if isinstance(r, Message) and r.transfer_id == VICTIM]
     return records + [(1.0, replace(record, transfer_id=b"second")) for record in of_victim]
 
 

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from schemas.handoff_records import Message
 from schemas.records import (
     Dispatch,
     Handoff,
@@ -15,7 +16,6 @@ from schemas.records import (
     PoolRank,
     Reserved,
     SamplingParams,
-    TransferEnded,
 )
 from tests.handoff_pools import Side, layout, token_kv
 from workers.block_pool import BlockPool
@@ -136,7 +136,7 @@ class Workers:
                 case _:
                     pytest.fail(f"unexpected: {effect}")
 
-    def deliver(self, slot: int, record: Offer | Reserved | Handoff | TransferEnded) -> None:
+    def deliver(self, slot: int, record: Message) -> None:
         if isinstance(record, Offer):
             self.do(self.decode, self.decode.on_offer(record, 10.0, 0.0))
         elif isinstance(record, Reserved):

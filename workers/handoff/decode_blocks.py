@@ -40,10 +40,9 @@ class DecodeBlocks:
 
     def reserve(self, transfer_id: bytes, request: Request) -> list[RequestOutput]:
         """Blocks for all tokens of the request, which is not in the engine: now, or when there are some."""
-        prompt, max_model_len = len(request.prompt_token_ids), self._scheduler.config.max_model_len
-        request.max_output_tokens = min(request.sampling.max_tokens, max_model_len - prompt)
-        longest = self._kv.num_blocks_for(prompt + request.max_output_tokens - 1)
-        if not prompt or len(request.output_token_ids) >= request.max_output_tokens:
+        self._scheduler.limit_output(request)
+        longest = self._kv.num_blocks_for(request.num_kv_tokens_at_most)
+        if not request.prompt_token_ids or len(request.output_token_ids) >= request.max_output_tokens:
             self._on_no_room(transfer_id, "nothing_to_decode")
         elif longest > self._kv.pool.num_blocks:
             self._on_no_room(transfer_id, "too_long")

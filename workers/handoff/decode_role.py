@@ -20,7 +20,7 @@ from workers.handoff.kv_pool import compare
 from workers.handoff.layout import Place
 from workers.handoff.role import HandoffRole, Host
 from workers.handoff.sender import HandoffSender
-from workers.handoff.transfer import Run
+from workers.handoff.transfer import TOLD_S, Run
 from workers.live_requests import End, LiveRequest
 from workers.request import FinishReason, Request
 
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 # A run that is silent, or whose slot another one has, may have been stopped in the midst of a write, and go
 # on. One whose parent said that it left cannot.
 _MAY_WAKE_S = 30.0
-_TOLD_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -200,7 +199,7 @@ class DecodeRole(HandoffRole):
     def _forget(self, incoming: _Incoming) -> None:
         del self._incoming[incoming.transfer_id]
         del self._by_request[incoming.live.request]
-        self._told_until[incoming.live.request.request_id] = self._clock() + _TOLD_S
+        self._told_until[incoming.live.request.request_id] = self._clock() + TOLD_S
 
     def _verify(self, handoff: Handoff) -> None:
         incoming = self._incoming[handoff.transfer_id]

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from schemas.handoff_records import Message
 from schemas.priority import PriorityClass
-from schemas.records import Handoff, Offer, Reserved, TransferEnded
+from schemas.records import Handoff, Offer, Reserved
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +13,7 @@ class Send:
 
     slot: int
     priority: PriorityClass
-    record: Offer | Reserved | Handoff | TransferEnded
+    record: Message
 
 
 @dataclass(frozen=True, slots=True)

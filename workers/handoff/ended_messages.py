@@ -25,6 +25,10 @@ def ended(transfer: Transfer, run: Run, *, writes_closed: bool = False, may_land
     return Send(transfer.peer.slot, transfer.priority, record)
 
 
+# Why, of a transfer that prefill does not know: what became of it, this does not say.
+UNKNOWN = "unknown"
+
+
 def unknown(about: Reserved | TransferEnded, run: Run, to: Run) -> Send:
     """For a transfer that prefill does not know, or not any more: it writes nothing. How it ended it does not
     know either."""
@@ -39,6 +43,6 @@ def unknown(about: Reserved | TransferEnded, run: Run, to: Run) -> Send:
         State.ABORTED.value,
         True,
         True,
-        "unknown",
+        UNKNOWN,
     )
     return Send(to.slot, PriorityClass.INTERACTIVE, record)

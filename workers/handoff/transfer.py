@@ -14,6 +14,10 @@ class Run:
     epoch: int
 
 
+# How long (s) a decode run's heartbeats tell of a handoff that is over: others may miss one or two.
+TOLD_S = 2.0
+
+
 @dataclass(slots=True)
 class Transfer:
     """Times in seconds of the caller's clock. `holds` while blocks are kept, or waited for, because of it."""
