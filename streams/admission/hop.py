@@ -93,6 +93,12 @@ class Hop:
     def uncached_at_prefill(self) -> int:
         return max(0, self.prompt_tokens - self.prefill_cached_tokens)
 
+    @property
+    def rate_at_prefill(self) -> float:
+        """Tokens a second, 0 where neither side has measured it. A slot without long prompts has measured short
+        ones, whose steps are mostly overhead: taken at its word, it would never get any."""
+        return max(self.prefill_tokens_per_s, self.decode_tokens_per_s)
+
     def inputs(self) -> dict[str, float]:
         """The figures by name, as a decision's record has them."""
         figures = {_PREFIX + name: float(getattr(self, name)) for name in _KINDS}
@@ -130,9 +136,7 @@ def whole(
 
 def hop(policy: HopPolicy, seen: Hop) -> float | None:
     """What the request costs by way of the prefill slot (ms). None: no rate is known."""
-    # A slot without long prompts has measured short ones, whose steps are mostly overhead: taken at its word,
-    # it would never get any.
-    rate = max(seen.prefill_tokens_per_s, seen.decode_tokens_per_s)
+    rate = seen.rate_at_prefill
     if rate <= 0:
         return None
     to_compute = seen.prefill_queued_tokens + seen.uncached_at_prefill
@@ -141,7 +145,7 @@ def hop(policy: HopPolicy, seen: Hop) -> float | None:
 
 def handoff_ms(policy: HopPolicy, seen: Hop) -> float:
     """What a handoff takes behind the prompt's last token (ms). Where no rate is known nothing overlaps."""
-    rate = seen.prefill_tokens_per_s or seen.decode_tokens_per_s
+    rate = seen.rate_at_prefill
     compute_ms = seen.uncached_at_prefill * 1_000 / rate if rate > 0 else 0.0
     transfer_ms = 0.0
     if seen.transfer_bytes_per_s > 0:
