@@ -95,8 +95,8 @@ class Hop:
 
     @property
     def rate_at_prefill(self) -> float:
-        """Tokens a second, 0 where neither side has measured it. A slot without long prompts has measured short
-        ones, whose steps are mostly overhead: taken at its word, it would never get any."""
+        """Tokens a second, 0 where neither side has measured it. A slot without long prompts has measured
+        short ones, whose steps are mostly overhead: taken at its word, it would never get any."""
         return max(self.prefill_tokens_per_s, self.decode_tokens_per_s)
 
     def inputs(self) -> dict[str, float]:
