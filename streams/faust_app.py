@@ -1,13 +1,15 @@
 """The Faust app of a service: one agent on one topic of raw records, no tables, no web."""
 
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import faust
 from faust.tables.manager import TableManager
 from faust.transport.drivers import aiokafka as driver
+from faust.types.tuples import ConsumerMessage
 
 from schemas.config import CommonConfig
 from schemas.fleet import BUSY_FETCH_WAIT_MS
@@ -18,6 +20,10 @@ OnAssigned = Callable[[set[int]], Awaitable[None]]
 
 # Members hear with their next heartbeat that others came or went.
 _GROUP_HEARTBEAT_S = 0.3
+# What a fetch brought is dealt out by so many records of each partition in turn.
+_MAX_TOGETHER = 16
+# So that as many records lie between Faust and the agent as of its own 4,096 messages.
+_BUFFER = 4_096 // _MAX_TOGETHER
 
 
 class Fetch(NamedTuple):
@@ -52,9 +58,57 @@ class _Consumer(driver.Consumer):
         return _ConsumerThread(self, loop=self.loop, beacon=self.beacon)
 
 
+class _Together(ConsumerMessage):
+    """Records of one partition as one message: Faust spends 0.4 ms on each message, whatever is in it.
+
+    It stands for the last of `messages`, whose offset it has.
+    """
+
+    __slots__ = ("messages",)
+
+
+class _ConsumerTogether(_Consumer):
+    async def _getmany(self, active_partitions: Any, timeout: float) -> dict[Any, list[Any]]:
+        fetched = await super()._getmany(active_partitions, timeout)
+        return {
+            tp: [records[i : i + _MAX_TOGETHER] for i in range(0, len(records), _MAX_TOGETHER)]
+            for tp, records in fetched.items()
+        }
+
+    def _to_message(self, tp: Any, record: Any) -> Any:
+        read, to_message = self._read_offset[tp], super()._to_message
+        # What lies below was read before and comes once more: Faust drops it, if all of it does.
+        messages = [to_message(tp, each) for each in record if read is None or each.offset >= read]
+        messages = messages or [to_message(tp, record[-1])]
+        together: Any = _Together.from_message(messages[-1], tp)
+        together.generation_id, together.messages = messages[-1].generation_id, messages
+        # Offsets between two records hold none, and are committed over. So would be all before the last.
+        offsets = [each.offset for each in messages]
+        for before, after in pairwise(offsets if read is None else [read, *offsets]):
+            if after > before + 1:
+                self._gap[tp].addi(before + 1, after)
+        self._read_offset[tp] = together.offset - 1 if read is None else max(read, together.offset - 1)
+        return together
+
+
+async def together(stream: Any) -> AsyncIterator[list[Any]]:
+    """The messages of an app's stream with `records_together`. They count as processed when the next ones are
+    asked for."""
+    async for event in stream.events():
+        messages = event.message.messages
+        yield messages
+        # Faust acks the last, and commits up to the first that is not acked.
+        for message in messages[:-1]:
+            stream.app.consumer.ack(message)
+
+
 class _Transport(driver.Transport):
     Consumer = _Consumer
     fetch = FETCH_SOON
+
+
+class _TransportTogether(_Transport):
+    Consumer = _ConsumerTogether
 
 
 class _NoTables(TableManager):
@@ -88,10 +142,13 @@ def build_faust_app(
     *,
     session_timeout_s: float,
     fetch: Fetch = FETCH_SOON,
+    records_together: bool = False,
     **settings: Any,
 ) -> Any:
     """`agent(stream)` is the role's consumer group of `topic`; `on_assigned` is told the partition numbers
-    after each rebalance. `settings` are Faust's own."""
+    after each rebalance. With `records_together` the stream is for `together`. `settings` are Faust's own."""
+    if records_together:
+        settings["stream_buffer_maxsize"] = _BUFFER
     app = faust.App(
         role,
         broker=[f"kafka://{server}" for server in config.kafka.split(",")],
@@ -112,7 +169,8 @@ def build_faust_app(
         datadir=datadir,
         **settings,
     )
-    app.transport = _Transport(app.conf.broker_consumer, app, loop=app.loop)
+    transport = _TransportTogether if records_together else _Transport
+    app.transport = transport(app.conf.broker_consumer, app, loop=app.loop)
     app.transport.fetch = fetch
     source = app.topic(topic, key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw")
     app.agent(source, name=role)(agent)

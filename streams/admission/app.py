@@ -19,7 +19,7 @@ from streams import command
 from streams.admission.config import ROLE, AdmissionConfig
 from streams.admission.service import AdmissionService, Kafka
 from streams.consumer_group import ConsumerGroup
-from streams.faust_app import OnAssigned, build_faust_app
+from streams.faust_app import OnAssigned, build_faust_app, together
 
 # Heartbeats are fetched together: a lone record costs 0.6 ms, one in a batch 3 µs.
 _HEARTBEAT_FETCH: dict[str, Any] = {"fetch_min_bytes": 1 << 20, "fetch_max_wait_ms": 50}
@@ -61,12 +61,20 @@ def make_faust_app(
     """See `Kafka`. `on_record` must not raise: an exception in an agent loses the record."""
 
     async def admission(stream: Any) -> None:
-        async for event in stream.events():
-            await on_record(event.message)
+        async for messages in together(stream):
+            for message in messages:
+                await on_record(message)
 
     session_timeout_s = config.session_timeout_ms / 1000
     return build_faust_app(
-        ROLE, config, datadir, topics.REQUESTS, admission, on_assigned, session_timeout_s=session_timeout_s
+        ROLE,
+        config,
+        datadir,
+        topics.REQUESTS,
+        admission,
+        on_assigned,
+        session_timeout_s=session_timeout_s,
+        records_together=True,
     )
 
 
