@@ -20,6 +20,7 @@ from schemas.topic_check import check_topics
 from streams.admission.config import ROLE, AdmissionConfig
 from streams.admission.dispatcher import Dispatcher
 from streams.admission.eviction import Evictions
+from streams.admission.inbox import Inbox
 from streams.admission.intake import Intake
 from streams.admission.key_loader import KeyLoader
 from streams.admission.load_figures import LoadFigures
@@ -113,6 +114,7 @@ class AdmissionService:
             kafka.usage, kafka.partition, self.admission, self.dispatcher.put, epoch_ms
         )
         self.keys = KeyLoader(kafka.keys, kafka.partition, self.admission, self._on_keys_loaded, epoch_ms)
+        self.inbox = Inbox()
         self.intake = Intake(
             self.admission,
             self.metrics,
@@ -140,7 +142,7 @@ class AdmissionService:
         config, kafka, stack = self.config, self.kafka, parts.stack
         # Faust loads most of itself when the app is made: before anyone waits for our heartbeats.
         datadir = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-admission-"))
-        app = kafka.faust_app(Path(datadir), self._on_record, self._on_assigned)
+        app = kafka.faust_app(Path(datadir), self.inbox.put, self._on_assigned)
         # 1. HTTP first: whoever waits for us can ask why.
         sock = bind(config.http_host, config.http_port)
         address = f"http://{config.http_host}:{sock.getsockname()[1]}"
@@ -168,6 +170,7 @@ class AdmissionService:
         parts.spawn("keys", self.keys.run())
         parts.spawn("pulse", beat(kafka.heartbeat_producer, self._heartbeat))
         parts.spawn("clock", self._keep_time())
+        parts.spawn("requests", self._serve_requests())
         parts.spawn("takeovers", self._open_partitions())
         parts.spawn("evictions", self._put_out_the_dead())
         if config.decision_log:
@@ -212,12 +215,13 @@ class AdmissionService:
     def _on_tenant(self, name: str, tenant: Tenant | None) -> None:
         self.admission.on_tenant(name, tenant, epoch_ms())
 
-    async def _on_record(self, message: Any) -> None:
-        headers = message.headers
-        pairs = headers.items() if isinstance(headers, Mapping) else headers
-        self.dispatcher.put(
-            await self.intake.on_record(message.partition, message.offset, message.key, message.value, pairs)
-        )
+    async def _serve_requests(self) -> None:
+        while True:
+            message = await self.inbox.take()
+            headers = message.headers
+            pairs = headers.items() if isinstance(headers, Mapping) else headers
+            place = message.partition, message.offset
+            self.dispatcher.put(await self.intake.on_record(*place, message.key, message.value, pairs))
 
     async def _on_assigned(self, numbers: set[int]) -> None:
         """The consumer group gave this process these partitions of inference.requests, and no others."""

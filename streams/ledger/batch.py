@@ -82,6 +82,10 @@ class BatchShard:
     def open(self) -> int:
         return len(self._open)
 
+    def requests(self) -> Collection[OpenRequest]:
+        """All that are open."""
+        return self._open.values()
+
     @property
     def resume_offset(self) -> int:
         """Where a successor must begin to read the reply partition."""

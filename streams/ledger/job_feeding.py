@@ -2,21 +2,25 @@
 
 Tenants take turns by weight; inside one the job that expires first goes first. What is sent is bounded, a
 job's and the shard's. While admission has enough batch work of a model waiting nothing more of it is sent:
-that is also how a batch class that is paused, or a node that is full, is felt here. A tenant that is refused
-for now waits as long as its refused request.
+that is also how a batch class that is paused, or a node that is full, is felt here. Nor is more sent than
+admission reads, for what comes in heaps stands before interactive requests. A tenant that is refused for now
+waits as long as its refused request.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
 from schemas.priority import PriorityClass
 from schemas.records import Tenant
+from streams.ledger.batch_actions import AdmissionOffsets
 from streams.ledger.batch_item import BatchItem
 from streams.ledger.job import FileJob
 from streams.ledger.job_lines import BadLine
+from streams.ledger.open_request import OpenRequest, Phase
 
 # Lines at once: enough for 1,000 items a second whose answers take a second, and of prompts of 1,000 tokens
 # less than 100 MB.
@@ -28,6 +32,8 @@ MAX_OPEN_OF_JOB = 1_024
 MAX_UNWRITTEN_BYTES = 16 << 20
 # Prompt and output tokens of a model's batch class that may wait in admission.
 MAX_QUEUED_TOKENS = 262_144
+# Requests that admission has not read yet: a tenth of a second of its work.
+MAX_UNREAD = 128
 
 
 @dataclass(slots=True)
@@ -45,6 +51,43 @@ class RunningJob:
         """That the next line is to be sent to; None where it is answered here."""
         line = self.window[-1]
         return line.model.spec.id if isinstance(line, BatchItem) and self.stopped is None else None
+
+
+@dataclass(slots=True)
+class Unserved:
+    """Of what was sent: the prompt and output tokens, by model, that no worker is known to have, and how many
+    requests admission is not known to have read."""
+
+    tokens: Counter[str] = field(default_factory=Counter)
+    unread: int = 0
+
+    @classmethod
+    def of(
+        cls, requests: Iterable[OpenRequest], said: AdmissionOffsets | None, told: Mapping[str, int]
+    ) -> Self:
+        """`said` and `told`: what admission's last heartbeat says of the shard's requests. It is up to 100 ms
+        old: what was sent since is known here alone."""
+        found = cls()
+        read = 0 if said is None else said.read
+        for request in requests:
+            if request.phase is not Phase.SENT or request.state.run is not None:
+                continue
+            found.add(request.item)
+            offset = request.sent_offset
+            if request.state.requests_offset is not None or (offset is not None and offset < read):
+                found.unread -= 1
+        for model, tokens in told.items():
+            found.tokens[model] = max(tokens, found.tokens[model])
+        return found
+
+    def add(self, item: BatchItem) -> None:
+        """It is sent."""
+        self.tokens[item.model.spec.id] += num_tokens(item)
+        self.unread += 1
+
+    def is_full(self, model: str) -> bool:
+        """Whether no more is to be sent to it now."""
+        return self.unread >= MAX_UNREAD or self.tokens[model] > MAX_QUEUED_TOKENS
 
 
 R = TypeVar("R", bound=RunningJob)
@@ -100,10 +143,14 @@ class Feeder:
         """The next line of `running`, which is counted for its tenant."""
         line = running.window.pop()
         if isinstance(line, BatchItem):
-            tokens = len(line.prompt_token_ids) + line.sampling.max_tokens
             tenant = running.job.tenant
-            self._used[tenant] = self._used.get(tenant, 0.0) + tokens / max(weight, 1e-3)
+            self._used[tenant] = self._used.get(tenant, 0.0) + num_tokens(line) / max(weight, 1e-3)
         return line
+
+
+def num_tokens(item: BatchItem) -> int:
+    """Of its prompt, and of the longest output that it may have."""
+    return len(item.prompt_token_ids) + item.sampling.max_tokens
 
 
 def in_prefix_order(lines: list[BatchItem | BadLine]) -> list[BatchItem | BadLine]:

@@ -20,14 +20,15 @@ from schemas.stored_files import KEPT_MS, Kind, StoredFile, object_parts, result
 from streams.ledger.batch import BatchShard
 from streams.ledger.batch_actions import Action, FileAnswer
 from streams.ledger.batch_item import BatchItem, FileSource
+from streams.ledger.batch_offsets import admission_offsets
 from streams.ledger.batch_outcome import CANCELLED, EXPIRED
 from streams.ledger.commits import JobCommit
 from streams.ledger.file_lines import error_line
 from streams.ledger.job import FileJob, Status
 from streams.ledger.job_feeding import (
-    MAX_QUEUED_TOKENS,
     MAX_UNWRITTEN_BYTES,
     Feeder,
+    Unserved,
     next_to_run,
     queued_tokens,
 )
@@ -250,15 +251,14 @@ class JobRunner:
 
     async def _feed_some(self) -> bool:
         tenants, now_ms = self._tenants(), epoch_ms()
-        queued = queued_tokens(self._fleet, self._batch.reply_partition)
-
-        def full(model: str) -> bool:
-            return queued.get(model, 0) > MAX_QUEUED_TOKENS
-
+        # The tenants of a shard are those whose requests hash to it: both partitions have the same number.
+        partition = self._batch.reply_partition
+        said, told = admission_offsets(self._fleet).get(partition), queued_tokens(self._fleet, partition)
+        unserved = Unserved.of(self._batch.requests(), said, told)
         count = 0
         while count < _FED_AT_ONCE and self._writer.unwritten < MAX_UNWRITTEN_BYTES:
             running = self._feeder.choose(
-                self._running.values(), tenants, self._batch.refused_until, full, now_ms
+                self._running.values(), tenants, self._batch.refused_until, unserved.is_full, now_ms
             )
             if running is None:
                 break
@@ -266,6 +266,8 @@ class JobRunner:
             line = self._feeder.take(running, 1.0 if rules is None else rules.weight)
             if len(running.window) == WINDOW_LINES // 4:
                 running.changed.set()
+            if isinstance(line, BatchItem):
+                unserved.add(line)
             await self._send(running, [line])
             count += 1
         return count > 0

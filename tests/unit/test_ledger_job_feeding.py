@@ -7,21 +7,26 @@ import pytest
 from schemas.fleet import FleetView
 from schemas.records import BatchJob, Heartbeat, PartitionStatus, QueuedTokens, Tenant
 from streams.ledger import job_feeding
+from streams.ledger.batch_actions import AdmissionOffsets
 from streams.ledger.batch_item import BatchItem, FileSource, make_item
 from streams.ledger.batch_outcome import CANCELLED
 from streams.ledger.file_lines import item_request_id
 from streams.ledger.job import FileJob
 from streams.ledger.job_feeding import (
     MAX_OPEN_OF_JOB,
+    MAX_QUEUED_TOKENS,
+    MAX_UNREAD,
     RESERVED_OF_TENANT,
     Feeder,
     RunningJob,
+    Unserved,
     in_prefix_order,
     next_to_run,
+    num_tokens,
     queued_tokens,
 )
 from streams.ledger.job_lines import BadLine
-from tests.batch_world import MODELS
+from tests.batch_world import MODELS, World, dispatched
 
 HOUR = 3_600_000
 
@@ -130,6 +135,35 @@ def test_what_waits_in_admission_is_told_by_who_took_the_partition_last() -> Non
         fleet.on_heartbeat(Heartbeat("admission", slot, 1, b"n", partitions=[status]), 1_000)
     assert queued_tokens(fleet, 5) == {"m": 7}
     assert queued_tokens(fleet, 2) == {}
+
+
+def test_what_was_sent_since_admission_last_said_counts_at_once() -> None:
+    item = make_item_of("a", "b", 0)
+    each = num_tokens(item)
+    world = World()
+    for index in range(3):
+        world.accept(make_item_of("a", "b", index))
+    said = AdmissionOffsets(takeover=0, read=0)
+    unserved = Unserved.of(world.shard.requests(), said, {"simulated": each, "other": 5})
+    assert (unserved.tokens, unserved.unread) == ({"simulated": 3 * each, "other": 5}, 3)
+
+    world.say(dispatched(world.requests[1]))
+    unserved = Unserved.of(world.shard.requests(), AdmissionOffsets(0, read=1), {"simulated": 9 * each})
+    assert (unserved.tokens["simulated"], unserved.unread) == (9 * each, 1)
+
+
+def test_no_more_is_sent_than_admission_reads_and_than_may_wait() -> None:
+    item = make_item_of("a", "b", 0)
+    unserved = Unserved()
+    for _ in range(MAX_UNREAD):
+        assert not unserved.is_full("simulated")
+        unserved.add(item)
+    assert unserved.is_full("simulated")
+    assert unserved.is_full("another")
+
+    unserved = Unserved(Counter({"simulated": MAX_QUEUED_TOKENS + 1}))
+    assert unserved.is_full("simulated")
+    assert not unserved.is_full("another")
 
 
 def test_turns_go_to_the_tenant_with_the_fewest() -> None:
