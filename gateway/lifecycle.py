@@ -15,7 +15,7 @@ from gateway.resend import MAX_RESENDS, should_send_again
 from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
 from schemas.records import Attach, Claim, Completion, Failed, PartitionStatus, Rejected, Retry
-from schemas.stream_state import DEADLINE_EXCEEDED, RETRYABLE_FINISHES, Effect, Run
+from schemas.stream_state import DEADLINE_EXCEEDED, PREFILL_LOST, RETRYABLE_FINISHES, Effect, Run
 
 NO_SIGN_MS = 3_000
 STALLED_MS = 500  # some heartbeats: a worker gets over a step that lasts a little too long
@@ -132,9 +132,19 @@ class Lifecycle:
         why = view.gone("worker", run.slot, run.epoch)
         if why is None and view.may_judge and self.clock - owned.sign_clock >= NO_SIGN_MS:
             why = "gives no sign of this request"
-        if why is None:
+        if why is not None:
+            return self._lose(owned, "worker_lost", f"the worker that ran this request was lost ({why})")
+        return self._check_prefill(owned, view)
+
+    def _check_prefill(self, owned: OwnedRequest, view: FleetView) -> list[Action]:
+        """Of a request that the bound run was not given yet, as far as the log says. The last attempt is not
+        given up for that: maybe it was."""
+        prefill = owned.state.prefill
+        if prefill is None or owned.cancelled is not None or owned.state.attempt > MAX_RETRIES:
             return []
-        return self._lose(owned, "worker_lost", f"the worker that ran this request was lost ({why})")
+        if not view.computes_wrong(*prefill) and view.gone("worker", *prefill) is None:
+            return []
+        return self._lose(owned, PREFILL_LOST, "the worker that was to compute its prompt was lost")
 
     def on_effect(
         self,
@@ -155,6 +165,8 @@ class Lifecycle:
                 self._on_claimed(owned, timestamp_ms, actions)
             case Effect.RETRIED:
                 self._on_retried(owned, actions)
+            case Effect.KEPT:
+                self._on_kept(owned, timestamp_ms, actions)
             case Effect.STRAY:
                 assert run is not None
                 self.cancel_stray(owned, run, attempt, actions)
@@ -272,6 +284,16 @@ class Lifecycle:
             return
         owned.begin_attempt()
         actions.append(SendRequest(owned))
+
+    def _on_kept(self, owned: OwnedRequest, timestamp_ms: int, actions: list[Action]) -> None:
+        """What the attempt told meanwhile, when it was to be over, is looked at now."""
+        owned.retrying = None
+        if owned.over or not self.owns(owned):
+            return
+        if owned.state.end is not None:
+            self._on_end(owned, timestamp_ms, actions)
+        elif owned.state.gap is not None:
+            actions += self._lose(owned, "output_gap", "a part of the output was lost")
 
     def _fail(self, owned: OwnedRequest, code: str, message: str) -> list[Action]:
         """Says the end. It is one when it is read back and nothing else was first."""

@@ -27,6 +27,9 @@ from schemas.token_records import TokenChunk
 RETRYABLE_FINISHES = frozenset({"cancelled", "error"})
 # The reason of a Cancellation, and the code of the end that comes of it.
 DEADLINE_EXCEEDED = "deadline_exceeded"
+# The reason of a Retry because the run is gone that was to compute the prompt. It counts only while the bound
+# run has given no sign: from then on the request is in that one's hands.
+PREFILL_LOST = "prefill_lost"
 # Of a request that was accepted less than this ago admission may say Admitted though it was answered, for a
 # new holder of a partition does not know that. Owners keep what has ended within reach for longer, so that
 # who comes after them does not take it for a request without an end.
@@ -59,6 +62,7 @@ class Effect(Enum):
     STRAY = auto()  # a run that is not, or no longer, the bound one: cancel it
     ENDED = auto()
     RETRIED = auto()
+    KEPT = auto()  # a Retry that came too late: the bound run has the request, and goes on
     CLAIMED = auto()
     READERS = auto()
 
@@ -74,9 +78,10 @@ class StreamState:
     last record from the bound run. `owner_slot` is the gateway slot that claimed it, None while it belongs to
     who accepted it. `request_at` is where a record of it, of whatever attempt, lies in inference.requests:
     (partition, offset). `max_tokens`: it may have so many output tokens, where admission allows fewer than it
-    asks for. Of earlier attempts: `num_carried` output tokens count, and `lost` are
-    the runs that were bound. `num_unstopped` is how many tokens counted before the chunk that said "stop",
-    None while none did or tokens came behind it: what of that chunk is shown, its Completion says.
+    asks for. `prefill` is the run that was given the prompt, until the bound one gives a sign. Of earlier
+    attempts: `num_carried` output tokens count, and `lost` are the runs that were lost. `num_unstopped` is
+    how many tokens counted before the chunk that said "stop", None while none did or tokens came behind it:
+    what of that chunk is shown, its Completion says.
     """
 
     request_id: bytes
@@ -85,6 +90,7 @@ class StreamState:
     request_at: tuple[int, int] | None = None
     attempt: int = 1
     run: Run | None = None
+    prefill: Run | None = None
     model: str | None = None
     max_tokens: int | None = None
     requests_offset: int | None = None
@@ -174,7 +180,7 @@ class StreamState:
         elif run != self.run:
             self.strays.add(run)
             return Effect.STRAY
-        self.last_sign_at = timestamp_ms
+        self.last_sign_at, self.prefill = timestamp_ms, None
         if not chunk.token_ids and chunk.finish_reason is None:
             return Effect.BOUND if bound_now else Effect.ALIVE
         if self.gap is not None:
@@ -206,6 +212,8 @@ class StreamState:
         bound_now = self.run is None
         if bound_now:
             self.run, self.last_sign_at = run, timestamp_ms
+            if record.prefill_slot is not None and record.prefill_epoch is not None:
+                self.prefill = Run(record.prefill_slot, record.prefill_epoch)
         elif run != self.run:
             self.strays.add(run)
             return Effect.STRAY
@@ -222,7 +230,7 @@ class StreamState:
             self.run = run
         elif run != self.run:
             return Effect.IGNORED
-        self.last_sign_at = timestamp_ms
+        self.last_sign_at, self.prefill = timestamp_ms, None
         if self.gap is not None:
             return Effect.IGNORED
         if record.output_tokens != len(self.token_ids):
@@ -234,11 +242,16 @@ class StreamState:
     def _retry(self, record: Retry) -> Effect:
         if record.attempt != self.attempt + 1 or not self.may_retry or not self._is_owner(record.owner_epoch):
             return Effect.IGNORED
+        lost = self.run
+        if record.reason == PREFILL_LOST:
+            if self.prefill is None:
+                return Effect.KEPT
+            lost = self.prefill
         self.attempt = record.attempt
         self.num_carried = len(self.token_ids)
-        if self.run is not None:
-            self.lost.append(self.run)
-        self.run = self.gap = self.end = self.finish_reason = self.requests_offset = None
+        if lost is not None:
+            self.lost.append(lost)
+        self.run = self.prefill = self.gap = self.end = self.finish_reason = self.requests_offset = None
         return Effect.RETRIED
 
     def _detach(self, record: Detach) -> Effect:

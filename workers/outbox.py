@@ -58,12 +58,15 @@ class Outbox:
         """Names live requests without tokens. A partition that has records to come needs no sign."""
         by_partition: dict[int, list[TokenChunk]] = {}
         for live in requests:
-            request = live.request
-            if self._token_lane(request.reply_partition).num_unacked == 0:
-                chunk = TokenChunk(request.request_id, request.attempt, live.num_output_tokens, [])
-                by_partition.setdefault(request.reply_partition, []).append(chunk)
+            partition = live.request.reply_partition
+            if self._token_lane(partition).num_unacked == 0:
+                by_partition.setdefault(partition, []).append(_sign(live))
         for partition, chunks in by_partition.items():
             self.send_tokens(partition, chunks)
+
+    def send_taken(self, live: LiveRequest) -> None:
+        """Says at once that this run has the request: until then its owner counts on who has the prompt."""
+        self.send_tokens(live.request.reply_partition, [_sign(live)])
 
     def end(self, live: LiveRequest, end: End) -> None:
         """Tells usage and end of a request, after all tokens of it that were queued before."""
@@ -196,3 +199,7 @@ class Outbox:
         self._ends.discard(task)
         if not task.cancelled() and (error := task.exception()):
             self._on_fatal(error)
+
+
+def _sign(live: LiveRequest) -> TokenChunk:
+    return TokenChunk(live.request.request_id, live.request.attempt, live.num_output_tokens, [])

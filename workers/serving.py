@@ -129,6 +129,8 @@ class Serving:
         if taken is not None:
             # The engine is not given this one until its KV is there.
             self._thread.abort(dispatch.request.request_id, dispatch.request.attempt - 1)
+            if not self._silenced:
+                self._outbox.send_taken(taken[0])
         return taken
 
     def is_cancelled(self, dispatch: Dispatch) -> bool:

@@ -22,7 +22,14 @@ from schemas.records import (
     Retry,
     Tokens,
 )
-from schemas.stream_state import RETRYABLE_FINISHES, Effect, ReplyRecord, Run, StreamState
+from schemas.stream_state import (
+    PREFILL_LOST,
+    RETRYABLE_FINISHES,
+    Effect,
+    ReplyRecord,
+    Run,
+    StreamState,
+)
 from schemas.topics import partition
 from streams.ledger.batch_actions import (
     Action,
@@ -47,7 +54,7 @@ from streams.ledger.batch_recovery import Recovery
 from streams.ledger.batch_resend import Resend, resend
 from streams.ledger.ended_items import EndedItems
 from streams.ledger.open_request import FIRST_BACKOFF_MS, OpenRequest, Phase
-from streams.ledger.owner_word import OwnerWord
+from streams.ledger.owner_word import MAX_RETRIES, OwnerWord
 from streams.ledger.restating import Restater
 
 # Workers name every live sequence once a second. Batch work is in no hurry to give one up.
@@ -188,7 +195,8 @@ class BatchShard:
             return []
         effect = request.state.apply(record, timestamp_ms)
         own = isinstance(record, Retry | Failed) and record.owner_epoch == self._epoch
-        if own and effect is Effect.IGNORED and request.phase in (Phase.RETRYING, Phase.FAILING):
+        too_late = effect in (Effect.IGNORED, Effect.KEPT)
+        if own and too_late and request.phase in (Phase.RETRYING, Phase.FAILING):
             request.transition_to(Phase.SENT)  # something came first: judge again
         return self._act(request, effect, now_ms, clock_ms)
 
@@ -244,7 +252,11 @@ class BatchShard:
             reason = fleet.gone("worker", *state.run)
             if reason is None and fleet.may_judge and fleet.clock.now_ms - request.sign_ms >= SILENCE_MS:
                 reason = "no sign of the run"
-            return [] if reason is None else self._retry(request, f"worker: {reason}")
+            if reason is not None:
+                return self._retry(request, f"worker: {reason}")
+            if state.prefill is None or state.attempt > MAX_RETRIES:
+                return []  # of the last attempt the bound run may have heard all the same
+            return self._retry(request, PREFILL_LOST) if fleet.gone("worker", *state.prefill) else []
         if age >= end_ms + EXPIRY_GRACE_MS:
             return self._end(request, EXPIRED)
         # The tenants of a shard are those whose requests hash to it: both partitions have the same number.

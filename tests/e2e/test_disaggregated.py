@@ -1,11 +1,14 @@
 """A stack with a worker for prompts and one that decodes: which way requests go, what is left of them in the
 log, and what happens when one of the two is gone."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -242,3 +245,96 @@ def test_a_stream_goes_on_when_the_worker_dies_that_computes_its_prompt(running:
         for each in asked:
             each.result(60)
     running.call(running.stack.restart(PREFILL))
+
+
+class Timed(Reading):
+    """A stream whose first text is timed (s of the monotonic clock)."""
+
+    def __init__(self, running: RunningStack, prompt: str) -> None:
+        super().__init__(running, "/v1/generate", prompt=prompt, max_tokens=TOKENS)
+
+    def first_text(self) -> float:
+        assert self.begun.wait(30)
+        return time.monotonic()
+
+
+def worker_proper(running: RunningStack, name: str) -> int:
+    parent = running.stack.child(name).pid
+    (child,) = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return int(child)
+
+
+def is_billed_once_for_its_second_attempt(running: RunningStack, stream: Reading) -> None:
+    name = stream.request_id.hex()
+    rows = f"SELECT attempt, output_tokens FROM usage_final WHERE request_id = '{name}'"
+    eventually(lambda: running.sql(rows) == [["2", str(TOKENS)]])
+
+
+def came_true(what: Callable[[], bool], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while not what():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def gap_when_prefill_dies_before_its_offer(
+    running: RunningStack, pool: ThreadPoolExecutor, prompt: str, kill: Callable[[int], None]
+) -> tuple[float, float]:
+    """Seconds from the kill, and from the last that the fleet heard, to the stream's first text.
+
+    Prefill is stopped while admission dispatches to it, so it offers nothing, and dies so.
+    """
+    for number in range(8):
+        before, child = went(running, "handoff"), worker_proper(running, PREFILL)
+        stream = Timed(running, f"{number} {prompt}")
+        os.kill(child, signal.SIGSTOP)
+        stopped = time.monotonic()
+        reading = pool.submit(stream.read)
+        was_given = came_true(lambda before=before: went(running, "handoff") > before, 0.5)  # type: ignore[misc]
+        if was_given:
+            killed = time.monotonic()
+            kill(child)
+            first = stream.first_text()
+        else:
+            os.kill(child, signal.SIGCONT)
+        reading.result(60)
+        assert stream.text == simulated_text(stream.request_id, TOKENS)
+        assert stream.output_tokens == TOKENS
+        if was_given:
+            is_billed_once_for_its_second_attempt(running, stream)
+            return first - killed, first - stopped
+    raise AssertionError("no prompt was given to prefill")
+
+
+@pytest.mark.parametrize("end", ["left", "silent"])
+def test_a_prefill_worker_that_dies_before_its_offer_costs_no_more_than_its_death_is_told(
+    running: RunningStack, end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask_until_adopted(running, f"before {end} {LONG}")
+
+    def kill(child: int) -> None:
+        if end == "left":  # its parent says so
+            os.kill(child, signal.SIGKILL)
+        else:
+            running.stack.kill(PREFILL)
+
+    try:
+        with a_stream_at_decode(running), ThreadPoolExecutor(1) as pool:
+            since_kill, since_heard = gap_when_prefill_dies_before_its_offer(
+                running, pool, f"{end} {LONG}", kill
+            )
+            whole = Timed(running, f"whole after {end} {LONG}")
+            asked = time.monotonic()
+            reading = pool.submit(whole.read)
+            prefill_s = whole.first_text() - asked
+            reading.result(60)
+    finally:
+        running.call(running.stack.restart(PREFILL))
+    with capsys.disabled():
+        print(
+            f"\n{end}: {since_kill:.3f} s from the kill, {since_heard:.3f} s unheard; {prefill_s:.3f} s whole"
+        )
+    # Asking anew takes as long as asking; the rest is what hearing of it took, on machines with much to do.
+    assert (since_kill if end == "left" else since_heard - 1.2) < prefill_s + 0.5

@@ -19,7 +19,7 @@ from schemas.records import (
     Rejected,
     Retry,
 )
-from schemas.stream_state import ReplyRecord, Run, StreamState
+from schemas.stream_state import PREFILL_LOST, ReplyRecord, Run, StreamState
 from schemas.token_records import TokenChunk
 
 RID = b"r" * 16
@@ -59,11 +59,15 @@ def retry_by(attempt: int, owner: int) -> list[Entry]:
     return [(None, Retry(RID, attempt + 1, owner, "worker_lost"))]
 
 
+def prefill_lost_by(attempt: int, owner: int) -> list[Entry]:
+    return [(None, Retry(RID, attempt + 1, owner, PREFILL_LOST))]
+
+
 def failed_by(attempt: int, owner: int) -> list[Entry]:
     return [(None, Failed(RID, attempt, owner, "worker_lost", ""))]
 
 
-OWNERS_NEXT = [retry_by, failed_by]
+OWNERS_NEXT = [retry_by, prefill_lost_by, failed_by]
 
 
 def apply(state: StreamState, entry: Entry) -> None:
@@ -83,14 +87,17 @@ def logs(draw: st.DrawFn) -> list[Entry]:
     """
     steps = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), max_size=5)
     first = honest_run(Run(0, 10), 1, 0, draw(steps), draw(st.sampled_from(["length", "cancelled", "error"])))
+    prefill = draw(st.sampled_from([{}, {"prefill_slot": 5, "prefill_epoch": 15}]))
+    dispatched = Dispatched(RID, 1, OLD_OWNER, 0, 10, "m", **prefill)
+    why = draw(st.sampled_from(["x", PREFILL_LOST]))
     queues: list[list[Entry]] = [
-        [(None, Admitted(RID, 1, OLD_OWNER, 0, 5)), (None, Dispatched(RID, 1, OLD_OWNER, 0, 10, "m"))],
+        [(None, Admitted(RID, 1, OLD_OWNER, 0, 5)), (None, dispatched)],
         first[: draw(st.integers(0, len(first)))],
     ]
     optional: list[list[Entry]] = [
         [(None, Claim(OLD_OWNER, 1, OWNER))],
         [(None, Claim(OLD_OWNER, 2, THIRD))],
-        [(None, Retry(RID, 2, OLD_OWNER, "x")), (None, Failed(RID, 2, OLD_OWNER, "x", ""))],
+        [(None, Retry(RID, 2, OLD_OWNER, why)), (None, Failed(RID, 2, OLD_OWNER, "x", ""))],
         [(None, Rejected(RID, 1, 429, "rate_limited", "wait"))],
     ]
     queues += [queue for queue in optional if draw(st.booleans())]
@@ -180,3 +187,15 @@ def test_a_final_end_stays(log: list[Entry]) -> None:
             assert state.end is final
         elif state.ended and not state.may_retry:
             final = state.end
+
+
+@given(logs())
+def test_what_a_run_has_shown_to_have_is_not_taken_from_it_for_who_had_the_prompt(log: list[Entry]) -> None:
+    state = StreamState(RID)
+    for entry in log:
+        shown = (state.attempt, state.run, state.last_sign_at) if state.prefill is None else None
+        apply(state, entry)
+        record = entry[1]
+        if isinstance(record, Retry) and record.reason == PREFILL_LOST and shown is not None:
+            assert (state.attempt, state.run, state.last_sign_at) == shown
+        assert state.prefill is None or (state.run is not None and not state.token_ids)
