@@ -36,6 +36,7 @@ KILLS: dict[str, str] = {
 
 # Of workers with roles, in the order of a handoff.
 HANDOFF_KILLS: dict[str, str] = {
+    "worker.unoffered": "a prompt was dispatched to prefill, decode has not heard of it",
     "worker.offered": "the Offer is acked, decode has named no blocks",
     "worker.reserved": "decode's blocks are named to prefill, and it dies that has them",
     "worker.writing": "a call that writes KV begins",
@@ -185,8 +186,10 @@ def _handoffs() -> None:
 
     def send(before: Any) -> Any:
         def function(self: Any, message: Any) -> None:
-            before(self, message)
             record = message.record
+            if isinstance(record, Offer):
+                pass_point("worker.unoffered")
+            before(self, message)
             point = points.get(type(record))
             if isinstance(record, TransferEnded) and record.state == State.ADOPTED:
                 point = "worker.adopted"

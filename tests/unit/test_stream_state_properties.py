@@ -87,8 +87,9 @@ def logs(draw: st.DrawFn) -> list[Entry]:
     """
     steps = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), max_size=5)
     first = honest_run(Run(0, 10), 1, 0, draw(steps), draw(st.sampled_from(["length", "cancelled", "error"])))
-    prefill = draw(st.sampled_from([{}, {"prefill_slot": 5, "prefill_epoch": 15}]))
-    dispatched = Dispatched(RID, 1, OLD_OWNER, 0, 10, "m", **prefill)
+    dispatched = Dispatched(RID, 1, OLD_OWNER, 0, 10, "m")
+    if draw(st.booleans()):
+        dispatched.prefill_slot, dispatched.prefill_epoch = 5, 15
     why = draw(st.sampled_from(["x", PREFILL_LOST]))
     queues: list[list[Entry]] = [
         [(None, Admitted(RID, 1, OLD_OWNER, 0, 5)), (None, dispatched)],
