@@ -8,6 +8,7 @@ from schemas.priority import PriorityClass
 from streams.admission.affinity import HitMeter
 from streams.admission.overload import Outcome
 from streams.admission.pairing import Way
+from streams.admission.quick_histogram import QuickHistogram
 from streams.admission.router import Router
 
 _SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0)
@@ -30,19 +31,19 @@ class Metrics:
         self._rejections = Counter(
             "headrace_admission_rejections", "Requests refused", ["status", "code"], registry=self.registry
         )
-        self.decision_seconds = Histogram(
+        self.decision_seconds = QuickHistogram(
             "headrace_admission_decision_seconds",
             "From a request's record in hand to the decision about it",
             buckets=_SECONDS,
             registry=self.registry,
-        )
-        self.ack_seconds = Histogram(
+        ).labels()
+        self.ack_seconds = QuickHistogram(
             "headrace_admission_ack_seconds",
             "From the choice of a worker to the ack of its Dispatch",
             buckets=_SECONDS,
             registry=self.registry,
-        )
-        queue_seconds = Histogram(
+        ).labels()
+        queue_seconds = QuickHistogram(
             "headrace_admission_queue_seconds",
             "Wait of dispatched requests in the queue",
             ["class"],
@@ -55,21 +56,21 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        predicted = Histogram(
+        predicted = QuickHistogram(
             "headrace_admission_predicted_first_token_seconds",
             "What was predicted, when they came, of requests that have had their first token",
             ["class"],
             buckets=_FIRST_TOKEN_SECONDS,
             registry=self.registry,
         )
-        real = Histogram(
+        real = QuickHistogram(
             "headrace_admission_first_token_seconds",
             "How long it took them, wait here and time at the worker",
             ["class"],
             buckets=_FIRST_TOKEN_SECONDS,
             registry=self.registry,
         )
-        error = Histogram(
+        error = QuickHistogram(
             "headrace_admission_first_token_error_seconds",
             "Predicted less real",
             ["class"],

@@ -207,6 +207,7 @@ class Worker:
             ):
                 self._uncount(dispatched.popleft())
         self._count_unseen()
+        self._sum_up()
 
     def compared(self, prefill_slowness: float, step_slowness: float) -> None:
         """Takes how slow it is beside the fastest of its model."""
@@ -255,7 +256,10 @@ class Worker:
         else:
             entry.offset = offset
             self._num_acked[entry.priority] += 1
+        before = self._unseen
         self._count_unseen()
+        if self._unseen != before:
+            self._sum_up()
 
     def remove(self, entry: InFlight) -> None:
         """Fine for an entry that is no longer there."""
@@ -325,7 +329,6 @@ class Worker:
         told = zip(self.status.mailbox_offsets, self._next_offsets, self._num_acked, strict=False)
         self._unseen = [max(0, end - read - ours) if end > read else 0 for read, end, ours in told]
         self.unseen_seqs = sum(self._unseen)
-        self._sum_up()
 
     def _sum_up(self) -> None:
         """Follows each change of what it is made from."""
