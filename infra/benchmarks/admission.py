@@ -6,7 +6,8 @@ of the queue, a new process:
 
 - `requests_per_s`, `cpu_ms_per_request`: with up to `--window` requests on their way, all that the process
   does for them, usage rows, answers and decision log included. On a machine that others use, trust the CPU
-  time: `requests_per_s_by_cpu` is what one core would do.
+  time: `requests_per_s_by_cpu` is what one core would do. `load_cpu_ms_per_request` is what owners and worker
+  take, who share the processors with it and the broker.
 - `latency_ms_p50`: one request at a time, from its send to its Dispatch in the mailbox.
 
 With a queue, that many requests of class batch wait, of all tenants by turns, for a worker that holds as many
@@ -115,9 +116,10 @@ class _Case:
                     await self._fill(child)
                 latencies = await self._latencies(options.singles)
                 waiting = await asyncio.to_thread(_queued, child)
-                cpu, machine = _cpu_s(child), cpu_times()
+                cpu, own, machine = _cpu_s(child), time.process_time(), cpu_times()
                 elapsed = await self._rate(options.requests, options.window)
-                cpu, foreign = _cpu_s(child) - cpu, cpu_times().foreign_share_since(machine)
+                cpu, own = _cpu_s(child) - cpu, time.process_time() - own
+                foreign = cpu_times().foreign_share_since(machine)
                 queued = await asyncio.to_thread(_queued, child)
                 # Some seats may be on their way from one to the next.
                 if abs(queued - waiting) > fleet.max_num_seqs:
@@ -128,6 +130,7 @@ class _Case:
             "requests_per_s": round(options.requests / elapsed),
             "requests_per_s_by_cpu": round(options.requests / cpu),
             "cpu_ms_per_request": round(cpu * 1_000 / options.requests, 3),
+            "load_cpu_ms_per_request": round(own * 1_000 / options.requests, 3),
             "latency_ms_p50": round(percentile(latencies, 0.5), 2),
             "latency_ms_p99": round(percentile(latencies, 0.99), 2),
             "foreign_cpu_share": round(foreign, 3),
