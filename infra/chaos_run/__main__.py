@@ -52,7 +52,11 @@ def main() -> int:
         default=1,
         help="3: all is kept thrice, and one of them is killed",
     )
-    parser.add_argument("--clients", type=int, default=20)
+    parser.add_argument(
+        "--clients",
+        type=int,
+        help="who ask one request after another; by default 20, and 6 of the real model",
+    )
     parser.add_argument("--step-ms", type=float, default=15.0, help="of the simulated model")
     parser.add_argument("--list", action="store_true", help="print the faults' names")
     options = parser.parse_args()
@@ -77,7 +81,7 @@ def main() -> int:
                 seconds=options.seconds,
                 in_order=bool(options.only),
                 deterministic_model=options.deterministic_model,
-                clients=options.clients,
+                clients=options.clients or (6 if options.deterministic_model else 20),
                 step_ms=options.step_ms,
                 brokers=options.brokers,
                 disaggregated=options.disaggregated,

@@ -32,10 +32,15 @@ ROUND = 8
 _SIZES = ((60, 240), (4, 30), 24, 0.1)
 _SMALL_SIZES = ((12, 24), (2, 4), 3, 5.0)
 _WARM_S = 2.0
-_QUIET_S = 1.5
+# How long all must be well after a fault, of the simulated model and of the real one; a token is waited for
+# half of that.
+_QUIET_S, _MODEL_QUIET_S = 1.5, 8.0
 _RECOVERY_S = 90.0
 _HUNG_S = 125.0
 _HANDOFFS_OVER_S = 60.0
+_PROBE_EVERY_S = 0.1
+# The real model takes seconds for a token while others ask it too.
+_PROBE_TIMEOUT_S = 10.0
 _AFFECTED_STEPS = 20
 Report = Callable[[str], None]
 
@@ -69,7 +74,8 @@ async def chaos_run(
             expected = await reference_text(partial(_ask, chaos), PROMPTS, tokens[1])
         load = Load(chaos, rng, clients=clients, tokens=tokens, long_prompts=disaggregated)
         batch = BatchLoad(chaos, rng, item_tokens, lines, between_s, report)
-        run = _Run(report, rng, chaos, expected, load, batch, _AFFECTED_STEPS * step_ms)
+        quiet_s = _MODEL_QUIET_S if deterministic_model else _QUIET_S
+        run = _Run(report, rng, chaos, expected, load, batch, _AFFECTED_STEPS * step_ms, quiet_s)
         deadline = time.monotonic() + seconds
         waiting: list[str] = []
         while time.monotonic() < deadline:
@@ -100,9 +106,10 @@ class _Run:
         load: Load,
         batch: BatchLoad,
         affected_ms: float,
+        quiet_s: float,
     ) -> None:
         self._report, self._rng, self._chaos, self._expected = report, rng, chaos, expected
-        self._affected_ms = affected_ms
+        self._affected_ms, self._quiet_s = affected_ms, quiet_s
         self._load, self._batch = load, batch
         self.hurts: list[Hurt] = []
         self.figures: list[dict[str, Any]] = []
@@ -156,9 +163,9 @@ class _Run:
         """Until all processes run and new requests are served, for a while."""
         quiet_since = time.monotonic()
         deadline = time.monotonic() + _RECOVERY_S
-        while time.monotonic() - quiet_since < _QUIET_S:
+        while time.monotonic() - quiet_since < self._quiet_s:
             await asyncio.sleep(0.1)
-            if await restart_the_dead(self._chaos) or probe.waits_s > _QUIET_S / 2:
+            if await restart_the_dead(self._chaos) or probe.waits_s > self._quiet_s / 2:
                 quiet_since = time.monotonic()
             if time.monotonic() > deadline:
                 self.findings.append(f"{name}: not recovered after {_RECOVERY_S:g} s")
@@ -240,7 +247,7 @@ async def _ask(chaos: ChaosStack, prompt: str, tokens: int) -> str:
 
 
 class _Probe:
-    """Asks for one token again and again, at each gateway in turn."""
+    """Asks for one token again and again, at each gateway."""
 
     def __init__(self, chaos: ChaosStack) -> None:
         self._chaos = chaos
@@ -255,18 +262,22 @@ class _Probe:
         return max((b - a for a, b in pairwise(times)), default=0.0) * 1000
 
     async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for slot in range(self._chaos.stack.config.gateways):
+                group.create_task(self._ask(slot))
+
+    async def _ask(self, slot: int) -> None:
         headers = {"Authorization": f"Bearer {self._chaos.keys['interactive']}"}
         body = {"model": self._chaos.model, "prompt": "probe", "max_tokens": 1}
-        async with httpx.AsyncClient(headers=headers, timeout=2.0) as client:
+        async with httpx.AsyncClient(headers=headers, timeout=_PROBE_TIMEOUT_S) as client:
             while True:
-                for url in self._chaos.gateway_urls():
-                    try:
-                        answer = await client.post(f"{url}/v1/generate", json=body)
-                        if answer.status_code == 200:
-                            self._answered.append(time.perf_counter())
-                    except httpx.HTTPError:
-                        pass
-                    await asyncio.sleep(0.05)
+                try:
+                    answer = await client.post(f"{self._chaos.gateway_urls()[slot]}/v1/generate", json=body)
+                    if answer.status_code == 200:
+                        self._answered.append(time.perf_counter())
+                except httpx.HTTPError:
+                    pass
+                await asyncio.sleep(_PROBE_EVERY_S)
 
 
 @asynccontextmanager
