@@ -4,7 +4,6 @@
 is what Hugging Face has under their names.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,8 @@ from workers.models import gguf_config, hugging_face_config
 from workers.models.config_fields import ConfigFields
 from workers.models.decoder_config import DecoderConfig
 from workers.models.tensor_names import EMBEDDING
-from workers.weights.errors import WeightsError
 from workers.weights.gguf import GGUFFile
+from workers.weights.strict_json import parse_json
 
 PUBLISHED = Path(__file__).with_name("published")
 # Of an entry that does not say what it is meant for.
@@ -119,10 +118,7 @@ def read_config(weights: Path) -> tuple[DecoderConfig, int]:
                 gguf.info(EMBEDDING).shape[0],
             )
     source = weights.with_name("config.json")
-    try:
-        values = json.loads(source.read_bytes())
-    except ValueError as error:
-        raise WeightsError(f"{source}: not JSON: {error}") from None
+    values = parse_json(source.read_bytes(), str(source))
     config = hugging_face_config.decoder_config(values, str(source))
     fields = ConfigFields(values, str(source))
     return config, (fields.inner("text_config") or fields).integer("vocab_size")

@@ -121,6 +121,12 @@ Q8_ENTRY = text("q8") + struct.pack("<IQQ", 2, 64, 6)
             "tensor 'q8': 9 dimensions",
         ),
         (lambda d: d.__delitem__(slice(len(d) - 64, None)), "past the end of the file"),
+        (
+            lambda d: replace_once(
+                d, Q8_ENTRY + struct.pack("<IQ", 8, 96), Q8_ENTRY + struct.pack("<IQ", 8, 32)
+            ),
+            "tensor 'f16': its bytes lie over those of 'q8'|tensor 'q8': its bytes lie over those of",
+        ),
     ],
 )
 def test_a_broken_file_is_refused_with_the_field(

@@ -1,6 +1,7 @@
 """Files that cannot be served: each is refused by name before a tensor is read."""
 
 import json
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +55,52 @@ SMALL: dict[str, Array] = {"a": np.arange(6, dtype=np.float32).reshape(3, 2), "b
             {"rope_parameters": {"rope_theta": 1.0}},
             "needs 'full_attention' and 'sliding_attention'",
         ),
+        ("llama", {"rms_norm_eps": math.inf}, "rms_norm_eps: inf is not a positive number"),
+        ("llama", {"num_hidden_layers": 10**12}, "num_hidden_layers: 1000000000000 is more than 1024"),
+        ("llama", {"max_position_embeddings": 10**30}, "max_position_embeddings: 10+ is more than"),
+        ("llama", {"num_attention_heads": 128}, "head_dim: 0 is not a positive integer"),
+        ("llama", {"rope_scaling": {"factor": 8.0}}, "in 'rope_scaling': factor: 8.0 asks for what is not"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type: 'dynamic' is not impl",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "linear", "factor": math.inf}},
+            "factor: inf is not a positive",
+        ),
+        (
+            "llama",
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8,
+                    "low_freq_factor": 4,
+                    "high_freq_factor": 4,
+                }
+            },
+            "high_freq_factor: 4 is not above low_freq_factor, which is 4",
+        ),
+        ("qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "is given beside 'rope_parameters'"),
+        ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4}}, "rope_type: 'yarn' is not impl"),
+        (
+            "qwen3",
+            {"layer_types": ["sliding_attention"] * 3},
+            "layer_types: .* is not 3 times 'full_attention'",
+        ),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "max_window_layers: missing"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, "quant_method: 'awq' is not implemented"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": "0x0"}},
+            "weight_block_size: '0x0' is not two positive integers",
+        ),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [True, True]}},
+            r"weight_block_size: \[True, True\] is not two positive integers",
+        ),
         (
             "llama",
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
@@ -95,6 +142,63 @@ def test_tensors_that_are_not_what_the_config_says_are_named(
         return
     with pytest.raises(WeightsError, match=message):
         open_weights(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"[" * 100_000, "not JSON: maximum recursion"),
+        (b"\xff\xfe{}", "not JSON"),
+        (b'{"model_type": "llama", "model_type": "qwen2"}', "'model_type' is given twice"),
+        (b'{"model_type": "llama", "rope_scaling": {"factor": 1, "factor": 8}}', "'factor' is given twice"),
+        (b"[]", "not an object"),
+    ],
+)
+def test_a_config_that_is_not_plain_json_is_refused(tmp_path: Path, text: bytes, message: str) -> None:
+    path = write_safetensors(tmp_path, CONFIGS["llama"], TENSORS["llama"])
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(WeightsError, match=rf"config\.json: {message}"):
+        open_weights(path)
+
+
+@pytest.mark.parametrize(
+    ("first", "windows"), [(0, (8, 8, 8)), (1, (None, 8, 8)), (3, (None, None, None)), (28, (None,) * 3)]
+)
+def test_qwen_has_windows_from_a_layer_on(first: int, windows: tuple[int | None, ...]) -> None:
+    change = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": first}
+    assert decoder_config(CONFIGS["qwen2"] | change, "f").layer_windows == windows
+
+
+@pytest.mark.parametrize("name", ["sliding_window_pattern", "_sliding_window_pattern"])
+def test_gemma_may_attend_to_all_in_another_layer_than_each_sixth(name: str) -> None:
+    config = decoder_config(CONFIGS["gemma3"] | {"layer_types": None, name: 2}, "f")
+    assert config.layer_windows == (24, None, 24)
+
+
+def test_gguf_may_say_of_each_layer_whether_it_has_a_window(tmp_path: Path) -> None:
+    def write(key: str, pattern: object, name: str) -> Path:
+        def add(writer: GGUFWriter) -> None:
+            add_one = writer.add_array if isinstance(pattern, list) else writer.add_uint32
+            add_one(f"gemma3.attention.{key}", pattern)
+
+        return write_gguf(tmp_path / name, CONFIGS["gemma3"], TENSORS["gemma3"], add=add)
+
+    for pattern in ([True, False, True], 2):
+        with open_weights(write("sliding_window_pattern", pattern, f"{pattern!s:.1}.gguf")) as weights:
+            assert weights.config.layer_windows == (24, None, 24)
+    with pytest.raises(WeightsError, match="2 kinds given for 3 layers"):
+        open_weights(write("sliding_window_pattern", [True, False], "short.gguf"))
+    with pytest.raises(WeightsError, match=r"sliding_window_pattern: .* is not a positive integer"):
+        open_weights(write("sliding_window_pattern", [1.0, 2.0], "other.gguf"))
+    with pytest.raises(WeightsError, match=r"value_length: .* asks for what is not implemented"):
+        open_weights(write("value_length", [16, 32], "values.gguf"))
+
+
+def test_an_embedding_without_rows_is_refused(tmp_path: Path) -> None:
+    config = {name: value for name, value in CONFIGS["qwen2"].items() if name != "vocab_size"}
+    tensors = TENSORS["qwen2"] | {"model.embed_tokens.weight": np.zeros((0, 64), np.float32)}
+    with pytest.raises(WeightsError, match=r"embed_tokens\.weight': shape \(0, 64\) has no rows"):
+        open_weights(write_safetensors(tmp_path, config, tensors))
 
 
 def test_a_vocabulary_that_is_not_the_embeddings_is_refused(tmp_path: Path) -> None:
@@ -141,6 +245,8 @@ def change_index(change: Callable[[dict[str, Any]], object]) -> Callable[[Path],
     [
         (lambda path: path.write_text("{"), "not JSON"),
         (lambda path: path.write_text("{}"), "'weight_map' is not an object"),
+        (lambda path: path.write_text("[" * 100_000), "not JSON: maximum recursion"),
+        (lambda path: path.write_text('{"weight_map": {"a": "b", "a": "c"}}'), "'a' is given twice"),
         (change_index(lambda i: i["weight_map"].update(x="../m.safetensors")), "'../m.*' is not a file name"),
         (change_index(lambda i: i["weight_map"].update(x="gone.safetensors")), "gone.safetensors is missing"),
         (
@@ -156,6 +262,10 @@ def test_a_broken_index_is_refused(tmp_path: Path, damage: Callable[[Path], None
         open_weights(path)
 
 
+def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
 def with_header(header: object) -> bytes:
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + bytes(8)
@@ -169,6 +279,27 @@ def with_header(header: object) -> bytes:
         (safetensors_bytes(SMALL)[:-1], "tensor 'b': .* past the end of the file"),
         (struct.pack("<Q", 2) + b"{]", "not JSON"),
         (with_header([]), "not an object"),
+        (struct.pack("<Q", 2**63) + bytes(64), "header of 9223372036854775808 bytes in a file of 72"),
+        (struct.pack("<Q", 100_000) + b"[" * 100_000, "not JSON: maximum recursion"),
+        (
+            with_header({"a": entry("F32", [2], 0, 8), "b": entry("F32", [1], 4, 8)}),
+            "'b': its bytes lie over",
+        ),
+        (
+            with_header({"a": entry("F32", [2], 0, 8), "b": entry("F32", [2], 0, 8)}),
+            "'b': its bytes lie over",
+        ),
+        (
+            with_header({"a": entry("F32", [1], 4, 8)}),
+            "'a': its bytes lie not right behind those of the header",
+        ),
+        (with_header({"a": entry("F32", [1], 0, 4)}), "4 bytes behind those of 'a' belong to no tensor"),
+        (with_header({"a": entry("F32", [0, 2**70], 0, 0)}), "'a': shape .* is of no tensor"),
+        (with_header({"a": entry("F32", [0], 8, 0)}), "-8 bytes for shape"),
+        (
+            with_header({"a": 1}).replace(b'{"a": 1}', b'{"a": 1,"a": 2}').replace(b"\x08", b"\x0f", 1),
+            "'a' is given twice",
+        ),
         (with_header({"a": {"dtype": "F32"}}), "tensor 'a': not an object of"),
         (with_header({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}}), "dtype 'F4' is not supp"),
         (with_header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}), "12 needed"),

@@ -9,6 +9,9 @@ from enum import StrEnum
 
 from workers.weights.errors import WeightsError
 
+# The largest models have some 130. What a file says is looked at before its tensors are.
+MOST_LAYERS = 1024
+
 
 class Architecture(StrEnum):
     """By the names that GGUF uses. In a config.json they are `model_type`s, of which Gemma has two."""

@@ -100,6 +100,8 @@ class DecoderWeights(Closing):
         self._interleaved = interleaved_rotation
         embedding = tensors.shape(file_name(EMBEDDING))
         self.vocab_size = embedding[0] if embedding else 0
+        if not self.vocab_size:
+            raise WeightsError(f"{self.path}: tensor {file_name(EMBEDDING)!r}: shape {embedding} has no rows")
         self.shapes = dict(tensor_shapes(config, self.vocab_size))
         if ROPE_FACTORS in tensors.names:
             self.shapes[ROPE_FACTORS] = (config.head_dim // 2,)

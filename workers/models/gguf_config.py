@@ -1,13 +1,17 @@
 """The metadata of a GGUF file as a `DecoderConfig`.
 
 Two things are not in every file of Gemma 3: layers with a sliding window rotate positions with base 10,000,
-and every sixth layer (the 6th, 12th, ...) attends globally.
+and every sixth layer (the 6th, 12th, ...) attends globally. Where a file says which, it is by another number,
+or by an array that is true for each layer with a window.
 """
 
 from collections.abc import Collection, Mapping
 
+import numpy as np
+
 from workers.models.config_fields import ConfigFields
 from workers.models.decoder_config import (
+    MOST_LAYERS,
     Activation,
     Architecture,
     DecoderConfig,
@@ -44,7 +48,7 @@ def decoder_config(
         fields.refuse(key)
     fields.refuse("expert_count", 0)
     hidden_size, num_heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
-    num_layers = fields.integer("block_count")
+    num_layers = fields.integer("block_count", most=MOST_LAYERS)
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     fields.refuse("attention.value_length", head_dim)
     fields.refuse("rope.dimension_count", head_dim)
@@ -76,9 +80,12 @@ def _layer_windows(fields: ConfigFields, num_layers: int, gemma: bool) -> tuple[
     if not gemma:
         fields.refuse("attention.sliding_window", 0)
         return (None,) * num_layers
-    fields.refuse("attention.sliding_window_pattern", _GEMMA_GLOBAL_EVERY)
     window = fields.integer("attention.sliding_window")
-    return tuple(window if (layer + 1) % _GEMMA_GLOBAL_EVERY else None for layer in range(num_layers))
+    pattern = fields.get("attention.sliding_window_pattern")
+    if isinstance(pattern, np.ndarray) and pattern.dtype == np.bool_:
+        return tuple(window if slides else None for slides in pattern)
+    every = fields.integer("attention.sliding_window_pattern", _GEMMA_GLOBAL_EVERY)
+    return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
 
 
 def _scaling(fields: ConfigFields) -> RopeScaling | None:

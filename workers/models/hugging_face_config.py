@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from workers.models.config_fields import ConfigFields
 from workers.models.decoder_config import (
+    MOST_LAYERS,
     Activation,
     Architecture,
     DecoderConfig,
@@ -66,13 +67,13 @@ def _decoder_config(architecture: Architecture, fields: ConfigFields) -> Decoder
             fields.refuse(name, False)
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "num_experts", "num_local_experts"):
         fields.refuse(name)
-    fields.refuse("partial_rotary_factor", 1, 1.0)
+    fields.refuse("partial_rotary_factor", 1)
     activation_field = "hidden_activation" if gemma else "hidden_act"
     wanted = Activation.GELU_TANH if gemma else Activation.SILU
     fields.refuse(activation_field, wanted)
 
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     head_dim = fields.integer(
         "head_dim", 128 if architecture is Architecture.QWEN3 else hidden_size // num_heads
     )
@@ -101,6 +102,8 @@ def _decoder_config(architecture: Architecture, fields: ConfigFields) -> Decoder
 def _rope(fields: ConfigFields, gemma: bool) -> tuple[float, RopeScaling | None, float | None]:
     """Base and scaling of the layers that attend to all, and the base of Gemma's that do not."""
     parameters = fields.inner("rope_parameters")  # from version 5 on
+    if parameters is not None and fields.inner("rope_scaling") is not None:
+        raise fields.error("rope_scaling", "is given beside 'rope_parameters', which says it too: keep one")
     if parameters is None:
         scaling = fields.inner("rope_scaling")
         local_base = fields.real("rope_local_base_freq") if gemma else None
@@ -111,38 +114,50 @@ def _rope(fields: ConfigFields, gemma: bool) -> tuple[float, RopeScaling | None,
         if local is None or parameters is None:
             raise WeightsError(f"{fields.source}: rope_parameters: needs {_FULL!r} and {_SLIDING!r}")
         local.refuse("rope_type", "default")
+        local.refuse("partial_rotary_factor", 1)
         local_base = local.real("rope_theta")
-    parameters.refuse("partial_rotary_factor", 1, 1.0)
+    parameters.refuse("partial_rotary_factor", 1)
     return parameters.real("rope_theta", 10_000.0), _scaling(parameters), local_base
 
 
 def _scaling(fields: ConfigFields) -> RopeScaling | None:
     name = "type" if fields.get("rope_type") is None else "rope_type"
     match fields.get(name):
-        case "default" | None:
+        case "default":
+            return None
+        case None:
+            fields.refuse("factor", 1)
             return None
         case "linear":
             return LinearScaling(fields.real("factor"))
         case "llama3":
+            low, high = fields.real("low_freq_factor"), fields.real("high_freq_factor")
+            if high <= low:
+                raise fields.error("high_freq_factor", f"is not above low_freq_factor, which is {low:g}")
             return Llama3Scaling(
                 factor=fields.real("factor"),
-                low_freq_factor=fields.real("low_freq_factor"),
-                high_freq_factor=fields.real("high_freq_factor"),
+                low_freq_factor=low,
+                high_freq_factor=high,
                 original_context_length=fields.integer("original_max_position_embeddings"),
             )
     raise fields.error(name, "is not implemented (default, linear and llama3 are)")
 
 
 def _layer_windows(fields: ConfigFields, num_layers: int, gemma: bool) -> tuple[int | None, ...]:
+    kinds = fields.get("layer_types")
     if not gemma and not fields.flag("use_sliding_window", False):
+        if kinds is not None and kinds != [_FULL] * num_layers:
+            raise fields.error("layer_types", f"is not {num_layers} times {_FULL!r}: no window is used")
         return (None,) * num_layers
     window = fields.integer("sliding_window")
-    kinds = fields.get("layer_types")
     if kinds is None and gemma:
-        every = fields.integer("sliding_window_pattern", _GEMMA_GLOBAL_EVERY)
+        # Since transformers 4.53 with an underscore.
+        every = fields.integer(
+            "_sliding_window_pattern", fields.integer("sliding_window_pattern", _GEMMA_GLOBAL_EVERY)
+        )
         kinds = [_SLIDING if (layer + 1) % every else _FULL for layer in range(num_layers)]
     elif kinds is None:
-        first = fields.integer("max_window_layers")
+        first = fields.integer("max_window_layers", least=0)
         kinds = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
     if not isinstance(kinds, list) or not all(kind in (_SLIDING, _FULL) for kind in kinds):
         raise fields.error("layer_types", f"is not a list of {_FULL!r} and {_SLIDING!r}")

@@ -1,6 +1,6 @@
 """Opens the weights of a decoder, by what their files are."""
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from workers.models.tensor_names import HuggingFaceNames
 from workers.weights.errors import WeightsError
 from workers.weights.gguf import GGUFFile
 from workers.weights.safetensors import INDEX_SUFFIX, SafetensorsTensors
+from workers.weights.strict_json import parse_json
 from workers.weights.tensors import GGUFTensors
 
 
@@ -48,10 +49,7 @@ def _open_gguf(path: Path) -> DecoderWeights:
 
 def _open_safetensors(path: Path) -> DecoderWeights:
     source = path.with_name("config.json")
-    try:
-        values: Any = json.loads(source.read_bytes())
-    except ValueError as error:
-        raise WeightsError(f"{source}: not JSON: {error}") from None
+    values: Any = parse_json(source.read_bytes(), str(source))
     config = hugging_face_config.decoder_config(values, str(source))
     tensors = SafetensorsTensors(path, _fp8_blocks(ConfigFields(values, str(source))))
     try:
@@ -105,8 +103,8 @@ def _block_shape(fields: ConfigFields, name: str) -> tuple[int, int] | None:
     match fields.get(name):
         case None:
             return None
-        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+        case [rows, columns] if all(type(side) is int and side > 0 for side in (rows, columns)):
             return rows, columns
-        case str(text) if len(sides := text.split("x")) == 2 and all(side.isdecimal() for side in sides):
-            return int(sides[0]), int(sides[1])
+        case str(text) if sides := re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text, re.ASCII):
+            return int(sides[1]), int(sides[2])
     raise fields.error(name, "is not two positive integers")

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -173,8 +174,8 @@ class GGUFFile(Closing):
     `metadata` maps keys to Python scalars, strings, lists of strings or numpy arrays; `tensors` maps names
     to `TensorInfo` in file order.
 
-    Raises GGUFError when the file is not GGUF, is truncated, has a quantization that is not known, or a
-    tensor that reaches past its end; OSError when it cannot be opened.
+    Raises GGUFError when the file is not GGUF, is truncated, has a quantization that is not known, a tensor
+    that reaches past its end, or two in one place; OSError when it cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -238,6 +239,11 @@ class GGUFFile(Closing):
                     f"({len(self._data)} bytes): it is truncated"
                 )
             self.tensors[name] = TensorInfo(name, shape, quantization, start, num_bytes)
+        in_order = sorted(self.tensors.values(), key=lambda info: (info.offset, info.num_bytes))
+        for before, info in pairwise(in_order):
+            if info.offset < before.offset + before.num_bytes:
+                cursor.field = f"tensor {info.name!r}"
+                raise cursor.error(f"its bytes lie over those of {before.name!r}")
 
     @staticmethod
     def _tensor_table(

@@ -1,140 +1,21 @@
-"""Reads safetensors files: one, or the shards that an index lists, a tensor at a time as fp32.
+"""The tensors of a model in safetensors files: one, or the shards that an index lists, as fp32."""
 
-The format (https://github.com/huggingface/safetensors#format): 8 bytes of header length, a header in JSON of
-dtype, shape and offsets by tensor, then the data, little-endian and without gaps. The bytes are mapped, not
-read: only what is converted is ever touched.
-"""
-
-import json
-import mmap
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from workers.weights.closing import Closing
 from workers.weights.errors import WeightsError
 from workers.weights.fp8 import Fp8Matrix
+from workers.weights.safetensors_file import SafetensorsFile, SafetensorsInfo
+from workers.weights.strict_json import parse_json
 
 INDEX_SUFFIX = ".safetensors.index.json"
-# The reference implementation's limit.
-_MAX_HEADER_BYTES = 100_000_000
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _READABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16, *_FP8)
-
-
-@dataclass(frozen=True, slots=True)
-class SafetensorsInfo:
-    """One entry of a header. `offset` in bytes from the start of the file."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-    num_bytes: int
-
-
-class SafetensorsFile:
-    """An open safetensors file; `tensors` maps names to entries.
-
-    Raises WeightsError when the header is not JSON of the right form, or a tensor's bytes are not as many as
-    its shape takes or reach past the end; OSError when the file cannot be opened.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with path.open("rb") as file:
-            head = file.read(8)
-            if len(head) < 8:
-                raise WeightsError(f"{path}: {len(head)} bytes: this is not a safetensors file")
-            # Read-only: what could be written counts as memory, and a file larger than that is refused.
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        try:
-            (header_bytes,) = struct.unpack("<Q", head)
-            if header_bytes > min(_MAX_HEADER_BYTES, len(self._data) - 8):
-                raise WeightsError(
-                    f"{path}: header of {header_bytes} bytes in a file of {len(self._data)}: it is "
-                    "truncated or no safetensors file"
-                )
-            start = 8 + header_bytes
-            self.tensors = dict(self._parse(self._data[8:start], start))
-        except BaseException:
-            self._data.close()
-            raise
-
-    def _parse(self, header: bytes, data_start: int) -> Iterator[tuple[str, SafetensorsInfo]]:
-        try:
-            entries = json.loads(header)
-        except (ValueError, RecursionError) as error:
-            raise WeightsError(f"{self.path}: the header is not JSON: {error}") from None
-        if not isinstance(entries, dict):
-            raise WeightsError(f"{self.path}: the header is not an object")
-        for name, entry in entries.items():
-            if name != "__metadata__":
-                yield name, self._entry(name, entry, data_start)
-
-    def _entry(self, name: str, entry: Any, data_start: int) -> SafetensorsInfo:
-        where = f"{self.path}: tensor {name!r}"
-        try:
-            kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        except (TypeError, KeyError, ValueError):
-            raise WeightsError(f"{where}: not an object of 'dtype', 'shape' and 'data_offsets'") from None
-        numbers = (*shape, begin, end)
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise WeightsError(f"{where}: shape {shape}, offsets {begin} to {end}: not whole numbers from 0")
-        dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
-        if dtype is None:
-            raise WeightsError(f"{where}: dtype {kind!r} is not supported (known: {', '.join(_DTYPES)})")
-        num_bytes = prod(shape) * dtype.itemsize
-        if end - begin != num_bytes:
-            raise WeightsError(
-                f"{where}: {end - begin} bytes for shape {shape} of {kind}: {num_bytes} needed"
-            )
-        if data_start + end > len(self._data):
-            raise WeightsError(
-                f"{where}: its bytes reach to {data_start + end} and past the end of the file "
-                f"({len(self._data)} bytes): it is truncated"
-            )
-        return SafetensorsInfo(name, shape, dtype, data_start + begin, num_bytes)
-
-    def read(self, info: SafetensorsInfo, start: int = 0, stop: int | None = None) -> Tensor:
-        """A copy of the tensor, or of rows `start` to `stop`, as it is stored."""
-        row_bytes = info.num_bytes // info.shape[0] if info.shape and info.shape[0] else info.num_bytes
-        if info.shape:
-            stop = min(info.shape[0], info.shape[0] if stop is None else stop)
-            shape = (stop - start, *info.shape[1:])
-        else:
-            shape = ()
-        if not prod(shape):
-            return torch.empty(shape, dtype=info.dtype)
-        # Through bytes: an offset need not be a multiple of the element's size.
-        num_bytes = prod(shape) * info.dtype.itemsize
-        raw = np.frombuffer(self._data, np.uint8, num_bytes, info.offset + start * row_bytes)
-        return torch.from_numpy(raw.copy()).view(info.dtype).view(shape)
-
-    def close(self) -> None:
-        self._data.close()
 
 
 class SafetensorsTensors(Closing):
@@ -294,10 +175,7 @@ def _of_rows(scales: _Scales, start: int, stop: int, num_columns: int) -> Tensor
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    try:
-        index = json.loads(path.read_text())
-    except ValueError as error:
-        raise WeightsError(f"{path}: not JSON: {error}") from None
+    index = parse_json(path.read_bytes(), str(path))
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{path}: field 'weight_map' is not an object of file names by tensor")
