@@ -20,7 +20,8 @@ from schemas.template_source import folder_template
 from schemas.tokenization import Tokenizer
 from workers.models.decoder_config import DecoderConfig
 from workers.models.open_weights import open_weights
-from workers.weights.gguf import GGUFFile, MetadataValue
+from workers.weights.gguf import GGUFFile
+from workers.weights.gguf_cursor import MetadataValue
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # What ends a turn, whatever the file names as its end of sequence (as llama.cpp has it).

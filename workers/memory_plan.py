@@ -8,6 +8,7 @@ every device; matrices are split by heads or columns, the vocabulary by rows.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import isqrt
 
 from workers.block_pool import BLOCK_SIZE
 from workers.models.decoder_config import DecoderConfig
@@ -251,7 +252,10 @@ class MemoryPlan:
 
 def tensor_parallel_degrees(config: DecoderConfig) -> list[int]:
     """Numbers of devices that the model can be split over evenly; KV heads may be on several."""
-    return [degree for degree in range(1, config.num_heads + 1) if not why_not_split(config, degree)]
+    heads = config.num_heads
+    divisors = [count for count in range(1, isqrt(heads) + 1) if heads % count == 0]
+    both = {*divisors, *(heads // count for count in divisors)}
+    return [degree for degree in sorted(both) if not why_not_split(config, degree)]
 
 
 def _numel(shape: tuple[int, ...]) -> int:

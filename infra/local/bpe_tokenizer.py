@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from infra.local.gguf_vocabulary import read_vocabulary, strings
-from workers.weights.gguf import GGUFError, MetadataValue
+from workers.weights.gguf_cursor import GGUFError, MetadataValue
 
 
 @dataclass(frozen=True, slots=True)

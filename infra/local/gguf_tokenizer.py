@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from infra.local.bpe_tokenizer import build_bpe_tokenizer
 from infra.local.spm_tokenizer import build_spm_tokenizer
-from workers.weights.gguf import GGUFError, MetadataValue
+from workers.weights.gguf_cursor import GGUFError, MetadataValue
 
 _BUILDERS = {"llama": build_spm_tokenizer, "gpt2": build_bpe_tokenizer}
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tokenizers import AddedToken
 
-from workers.weights.gguf import GGUFError, MetadataValue
+from workers.weights.gguf_cursor import GGUFError, MetadataValue
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 # Declared as user-defined text, but what a model takes as a picture is not for user text to write.

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from infra.local.gguf_vocabulary import numbers, read_vocabulary
-from workers.weights.gguf import GGUFError, MetadataValue
+from workers.weights.gguf_cursor import GGUFError, MetadataValue
 
 _SPACE = "\u2581"  # how SentencePiece writes a space
 

@@ -16,7 +16,8 @@ from schemas.catalog import Catalog
 from schemas.chat_template import ChatTemplate, ChatTemplateError
 from schemas.tokenization import Tokenizer
 from tests.model_files import MODELS_DIR, gemma_folder
-from workers.weights.gguf import GGUFError, GGUFFile
+from workers.weights.gguf import GGUFFile
+from workers.weights.gguf_cursor import GGUFError
 
 BOS, TURN, END_OF_TURN, NEWLINE = 2, 105, 106, 107
 

@@ -14,7 +14,8 @@ from infra.local.gguf_tokenizer import build_tokenizer
 from schemas.catalog import ModelSpec
 from schemas.tokenization import Tokenizer
 from tests.bpe_files import UNREACHABLE, add_tokenizer, published, trained
-from workers.weights.gguf import GGUFError, GGUFFile
+from workers.weights.gguf import GGUFFile
+from workers.weights.gguf_cursor import GGUFError
 
 VOCAB_SIZE = 900
 

@@ -10,7 +10,8 @@ from gguf.quants import dequantize, quantize
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from workers.weights.gguf import GGUFError, GGUFFile
+from workers.weights.gguf import GGUFFile
+from workers.weights.gguf_cursor import GGUFError
 
 RANDOM = np.random.default_rng(7)
 F32 = RANDOM.standard_normal((3, 5), np.float32)

@@ -134,6 +134,11 @@ def test_kv_heads_are_on_several_devices_where_there_are_fewer() -> None:
     assert tensor_parallel_degrees(decoder_config(QWEN2_5_7B, "config.json")) == [1, 2, 4]
 
 
+def test_degrees_of_a_config_with_absurdly_many_heads_take_no_time() -> None:
+    many = published("llama-3.1-8b") | {"num_attention_heads": 2**30, "head_dim": 2, "intermediate_size": 8}
+    assert tensor_parallel_degrees(decoder_config(many, "config.json")) == [1, 2, 4, 8]
+
+
 @pytest.mark.parametrize("ranks", [3, 5, 6, 128])
 def test_heads_that_cannot_be_split_are_refused(ranks: int) -> None:
     with pytest.raises(ValueError, match=f"tensor_parallel {ranks} does not split 32 heads, 8 KV heads"):

@@ -89,8 +89,8 @@ class DecoderWeights(Closing):
         must all be known. `published_norms`: Gemma's, to which 1 is to be added. `interleaved_rotation`: rows
         of queries and keys are in the order in which neighbours are rotated against each other.
 
-        Raises WeightsError for a tensor that is missing, is not known, or has another shape than the config
-        says. No tensor is read.
+        Raises WeightsError for a tensor that is missing, is not known, cannot be decoded, or has another
+        shape than the config says. No tensor is read.
         """
         self.config = config
         self.path = tensors.path
@@ -115,6 +115,7 @@ class DecoderWeights(Closing):
         for name, expected in known.items():
             if (shape := self._tensors.shape(name)) != expected:
                 raise WeightsError(f"{self.path}: tensor {name!r}: shape {shape}, expected {expected}")
+            self._tensors.check(name)
         scales = {scale for name in known for scale in scale_names(name)}
         for name in self._tensors.names:
             ours = name in known or name in scales or name.endswith((".inv_freq", ".input_scale"))

@@ -18,7 +18,7 @@ from workers.models.decoder_config import (
     LinearScaling,
     RopeScaling,
 )
-from workers.weights.gguf import GGUFError, MetadataValue
+from workers.weights.gguf_cursor import GGUFError, MetadataValue
 
 _GEMMA_LOCAL_ROPE_BASE = 10_000.0
 _GEMMA_GLOBAL_EVERY = 6

@@ -103,7 +103,7 @@ def _block_shape(fields: ConfigFields, name: str) -> tuple[int, int] | None:
     match fields.get(name):
         case None:
             return None
-        case [rows, columns] if all(type(side) is int and side > 0 for side in (rows, columns)):
+        case [int(rows), int(columns)] if min(rows, columns) > 0 and bool not in (type(rows), type(columns)):
             return rows, columns
         case str(text) if sides := re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text, re.ASCII):
             return int(sides[1]), int(sides[2])

@@ -6,14 +6,12 @@ The bytes are mapped, not read: only what is dequantized is ever touched.
 """
 
 import mmap
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
+from functools import cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,50 +19,13 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from workers.weights.closing import Closing
-from workers.weights.errors import WeightsError
+from workers.weights.gguf_cursor import Cursor, GGUFError, MetadataValue
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
 _SHORTEST_ENTRY = 13  # bytes: an empty key, its type and a one-byte value
-
-MetadataValue = bool | int | float | str | list[str] | npt.NDArray[Any]
-
-
-class GGUFError(WeightsError):
-    """The file is not a whole, readable GGUF file. The message names the file and the field."""
-
-
-class _ValueType(IntEnum):
-    UINT8 = 0
-    INT8 = 1
-    UINT16 = 2
-    INT16 = 3
-    UINT32 = 4
-    INT32 = 5
-    FLOAT32 = 6
-    BOOL = 7
-    STRING = 8
-    ARRAY = 9
-    UINT64 = 10
-    INT64 = 11
-    FLOAT64 = 12
-
-
-_DTYPES: dict[_ValueType, np.dtype[Any]] = {
-    _ValueType.UINT8: np.dtype("<u1"),
-    _ValueType.INT8: np.dtype("<i1"),
-    _ValueType.UINT16: np.dtype("<u2"),
-    _ValueType.INT16: np.dtype("<i2"),
-    _ValueType.UINT32: np.dtype("<u4"),
-    _ValueType.INT32: np.dtype("<i4"),
-    _ValueType.FLOAT32: np.dtype("<f4"),
-    _ValueType.BOOL: np.dtype("?"),
-    _ValueType.UINT64: np.dtype("<u8"),
-    _ValueType.INT64: np.dtype("<i8"),
-    _ValueType.FLOAT64: np.dtype("<f8"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,94 +39,15 @@ class TensorInfo:
     num_bytes: int
 
 
-class _Cursor:
-    """A position in the mapped header. Every read is checked against the end of the file."""
-
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self.data = data
-        self.path = path
-        self.offset = 0
-        self.field = "header"
-
-    def error(self, message: str) -> GGUFError:
-        return GGUFError(f"{self.path}: {self.field}: {message}")
-
-    def take(self, num_bytes: int) -> int:
-        start = self.offset
-        if num_bytes > len(self.data) - start:
-            raise self.error(
-                f"the file ends inside it ({num_bytes} bytes needed at offset {start}, "
-                f"{len(self.data)} bytes in the file): it is truncated"
-            )
-        self.offset = start + num_bytes
-        return start
-
-    def u32(self) -> int:
-        return int.from_bytes(self.data[self.take(4) : self.offset], "little")
-
-    def u64(self) -> int:
-        return int.from_bytes(self.data[self.take(8) : self.offset], "little")
-
-    def count(self, shortest: int) -> int:
-        """A number of entries of at least `shortest` bytes; more than the file can hold is an error."""
-        count = self.u64()
-        if count * shortest > len(self.data) - self.offset:
-            raise self.error(f"{count} entries cannot fit into the rest of the file: it is truncated")
-        return count
-
-    def string(self) -> str:
-        length = self.u64()
-        start = self.take(length)
-        try:
-            return self.data[start : self.offset].decode()
-        except UnicodeDecodeError as error:
-            raise self.error(f"a string is not UTF-8 ({error})") from error
-
-    def strings(self, count: int) -> list[str]:
-        # A vocabulary has 262,144 of them: one local loop without a method call per string.
-        data, offset, size = self.data, self.offset, len(self.data)
-        read_length = struct.Struct("<Q").unpack_from
-        values: list[str] = []
-        for _ in range(count):
-            start = offset + 8
-            if start > size:
-                self.offset = offset
-                self.take(8)
-            (length,) = read_length(data, offset)
-            offset = start + length
-            if offset > size:
-                self.offset = start
-                self.take(length)
-            try:
-                values.append(data[start:offset].decode())
-            except UnicodeDecodeError as error:
-                raise self.error(f"string {len(values)} is not UTF-8 ({error})") from error
-        self.offset = offset
-        return values
-
-    def value_type(self) -> _ValueType:
-        number = self.u32()
-        try:
-            return _ValueType(number)
-        except ValueError:
-            raise self.error(f"unknown metadata value type {number}") from None
-
-    def value(self) -> MetadataValue:
-        value_type = self.value_type()
-        if value_type is _ValueType.STRING:
-            return self.string()
-        if value_type is _ValueType.ARRAY:
-            element_type = self.value_type()
-            if element_type is _ValueType.ARRAY:
-                raise self.error("arrays of arrays are not supported")
-            if element_type is _ValueType.STRING:
-                return self.strings(self.count(8))
-            dtype = _DTYPES[element_type]
-            count = self.count(dtype.itemsize)
-            return np.frombuffer(self.data, dtype, count, self.take(count * dtype.itemsize)).copy()
-        dtype = _DTYPES[value_type]
-        value: bool | int | float = np.frombuffer(self.data, dtype, 1, self.take(dtype.itemsize))[0].item()
-        return value
+@cache
+def _has_dequantizer(quantization: GGMLQuantizationType) -> bool:
+    """Tried on one block: the package does not say."""
+    _, block_bytes = GGML_QUANT_SIZES[quantization]
+    try:
+        dequantize(np.zeros((1, block_bytes), np.uint8), quantization)
+    except NotImplementedError:
+        return False
+    return True
 
 
 class GGUFFile(Closing):
@@ -192,7 +74,7 @@ class GGUFFile(Closing):
             raise
 
     def _parse(self) -> None:
-        cursor = _Cursor(self._data, self.path)
+        cursor = Cursor(self._data, self.path)
         cursor.take(4)
         version = cursor.u32()
         if version not in _VERSIONS:
@@ -247,7 +129,7 @@ class GGUFFile(Closing):
 
     @staticmethod
     def _tensor_table(
-        cursor: _Cursor, num_tensors: int
+        cursor: Cursor, num_tensors: int
     ) -> Iterator[tuple[str, tuple[int, ...], GGMLQuantizationType, int]]:
         for index in range(num_tensors):
             cursor.field = f"tensor entry {index}"
@@ -286,6 +168,12 @@ class GGUFFile(Closing):
         for start in rows[::rows_at_once]:
             yield self._dequantize(info, start, min(start + rows_at_once, rows.stop))
 
+    def check(self, name: str) -> None:
+        """Raises GGUFError when there is no such tensor or its quantization has no dequantizer."""
+        quantization = self.info(name).quantization
+        if not _has_dequantizer(quantization):
+            raise GGUFError(f"{self.path}: tensor {name!r}: no dequantizer for {quantization.name}")
+
     def info(self, name: str) -> TensorInfo:
         """The tensor's entry. Raises GGUFError when there is none."""
         info = self.tensors.get(name)
@@ -299,12 +187,8 @@ class GGUFFile(Closing):
         block_elements, block_bytes = GGML_QUANT_SIZES[info.quantization]
         row = info.shape[-1] if info.shape else 1
         rows = raw.reshape(-1, row // block_elements * block_bytes)[start:stop] if info.num_bytes else raw
-        try:
-            values: npt.NDArray[np.float32] = dequantize(rows, info.quantization)
-        except NotImplementedError as error:
-            raise GGUFError(
-                f"{self.path}: tensor {info.name!r}: no dequantizer for {info.quantization.name}"
-            ) from error
+        self.check(info.name)
+        values: npt.NDArray[np.float32] = dequantize(rows, info.quantization)
         # fp32 is not decoded; no array may outlive the mapping.
         return values.copy() if np.may_share_memory(values, raw) else values
 

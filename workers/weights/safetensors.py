@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -71,6 +72,11 @@ class SafetensorsTensors(Closing):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._find(name)[1].shape
 
+    def check(self, name: str) -> None:
+        _, info = self._find(name)
+        if info.dtype in _FP8:
+            self._find_scales(self._find_matrix(name)[1])
+
     def vector(self, name: str) -> Tensor:
         file, info = self._find(name)
         if info.dtype in _FP8:
@@ -124,22 +130,30 @@ class SafetensorsTensors(Closing):
         return found
 
     def _fp8_scales(self, info: SafetensorsInfo) -> "_Scales":
-        """Raises WeightsError when there are none, or of another shape than the matrix asks for."""
+        name, rows, columns = self._find_scales(info)
+        file, scale = self._find(name)
+        values = file.read(scale).float()
+        return _Scales(values.view(-(-info.shape[0] // rows), -1), rows, columns)
+
+    def _find_scales(self, info: SafetensorsInfo) -> tuple[str, int, int]:
+        """Their name, and of how many rows and columns each is.
+
+        Raises WeightsError when there are none, or of another shape than the matrix asks for.
+        """
         name = next((each for each in scale_names(info.name) if each in self._tensors), None)
         if name is None:
             raise WeightsError(
                 f"{self.path}: tensor {info.name!r}: FP8 without {' or '.join(scale_names(info.name))}"
             )
-        file, scale = self._find(name)
-        values = file.read(scale).float()
+        _, scale = self._find(name)
         num_rows, num_columns = info.shape
-        if values.numel() == 1:
-            return _Scales(values.view(1, 1), num_rows, num_columns)
+        if prod(scale.shape) == 1:
+            return name, num_rows, num_columns
         if scale.shape in ((num_rows,), (num_rows, 1)):
-            return _Scales(values.view(num_rows, 1), 1, num_columns)
+            return name, 1, num_columns
         block = self._block_shape
         if block is not None and scale.shape == (-(-num_rows // block[0]), -(-num_columns // block[1])):
-            return _Scales(values, *block)
+            return name, *block
         asked = f"blocks of {block[0]} x {block[1]}" if block else "no 'weight_block_size' in config.json"
         raise WeightsError(
             f"{self.path}: tensor {name!r}: shape {scale.shape} fits neither the tensor, its {num_rows} "

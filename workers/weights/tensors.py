@@ -25,6 +25,9 @@ class Tensors(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
+    def check(self, name: str) -> None:
+        """Raises WeightsError where it cannot be decoded, without reading it."""
+
     def vector(self, name: str) -> Tensor:
         """The whole tensor, in memory of its own. Raises WeightsError when it cannot be decoded."""
 
@@ -61,6 +64,9 @@ class GGUFTensors(Closing):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._gguf.info(name).shape
+
+    def check(self, name: str) -> None:
+        self._gguf.check(name)
 
     def vector(self, name: str) -> Tensor:
         return torch.from_numpy(self._gguf.dequantize(name))
