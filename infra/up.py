@@ -36,6 +36,7 @@ from infra.up_guide import print_guide
 from schemas.catalog import SIMULATED_MODEL, Catalog, CatalogError
 from schemas.priority import PriorityClass
 from workers.device import DEVICES
+from workers.rank_settings import choose_ranks, origin
 
 DEMO_TENANT = "demo"
 _KEY_FILE = "demo.key"
@@ -71,7 +72,7 @@ class Options:
     step_ms: float
     workers: int
     disaggregated: bool
-    tensor_parallel: int
+    tensor_parallel: int | None
     device: str
     port: int
     sql_port: int
@@ -109,8 +110,12 @@ def main(
         ),
     ] = False,
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="Ranks that each worker spreads the model over, each a process.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Ranks that each worker spreads the model over, each a process; else as its entry says.",
+        ),
+    ] = None,
     device: Annotated[
         str, typer.Option(help="cuda, cpu, or auto: CUDA where a GPU is, else the CPU.")
     ] = "auto",
@@ -131,11 +136,11 @@ def main(
         raise typer.BadParameter(f"use {', '.join(DEVICES)}", param_hint="--device")
     simulated = runner == "simulated"
     if disaggregated:
-        if tensor_parallel > 1 or device == "cuda":
+        if (tensor_parallel or 1) > 1 or device == "cuda":
             raise typer.BadParameter(
                 "workers of one rank on the CPU hand KV over, and no others yet", param_hint="--disaggregated"
             )
-        workers, device = max(2, workers), "cpu"
+        workers, device, tensor_parallel = max(2, workers), "cpu", 1
     options = Options(
         once,
         fresh,
@@ -184,7 +189,8 @@ async def _up(options: Options, console: Console) -> None:
 
     if options.model == MODEL_ID:
         await _unless(interrupted, asyncio.to_thread(ensure_model, options.models_dir, report))
-    Catalog.load(options.models_dir).get(options.model)
+    spec = Catalog.load(options.models_dir).get(options.model)
+    ranks = 1 if options.simulated else choose_ranks(options.tensor_parallel, spec)
     names = [] if options.simulated else gpu_names()
     gpus = visible_gpus(len(names), os.environ)
     if not options.simulated:
@@ -192,9 +198,9 @@ async def _up(options: Options, console: Console) -> None:
             gpus,
             "cpu" if options.deterministic and options.device == "auto" else options.device,
             workers=options.workers,
-            tensor_parallel=options.tensor_parallel,
+            tensor_parallel=ranks,
         ):
-            raise GpuError(problem)
+            raise GpuError(problem + origin(options.tensor_parallel, spec))
         report(serving_on(names if gpus else [], options.device, deterministic=options.deterministic))
     stack = Stack(
         StackConfig(
@@ -205,7 +211,7 @@ async def _up(options: Options, console: Console) -> None:
             deterministic=options.deterministic,
             step_ms=options.step_ms if options.simulated else None,
             workers=options.workers,
-            tensor_parallel=options.tensor_parallel,
+            tensor_parallel=ranks,
             device=options.device,
             gpus=tuple(gpus),
             roles=split_roles(options.workers) if options.disaggregated else (),

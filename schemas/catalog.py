@@ -47,7 +47,8 @@ class Deployment:
     """What a model is meant to run on: `tensor_parallel` GPUs of `device_memory_gb` (of 10^9 bytes) each.
     Weights, and keys and values, are in one of NUMBER_FORMATS.
 
-    It is what `headrace model plan` reckons with where nothing else is asked for.
+    It is what `headrace model plan` reckons with, and what a worker serves the model on (its ranks, and on
+    GPUs the format of keys and values), where nothing else is asked for.
     """
 
     tensor_parallel: int

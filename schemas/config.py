@@ -151,7 +151,7 @@ def from_env(cls: type[T], environ: Mapping[str, str]) -> T:
             try:
                 values[field.name] = _parse(hints[field.name], environ[variable])
             except ValueError:
-                kind = getattr(hints[field.name], "__name__", str(hints[field.name]))
+                kind = getattr(hints[field.name], "__name__", str(hints[field.name])).removesuffix(" | None")
                 errors.append(f"{variable}={environ[variable]!r} is not a valid {kind}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             errors.append(f"{variable} is not set: {field.metadata.get('doc', '')}")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -9,8 +10,8 @@ from schemas.tokenization import simulated_tokenizer
 from tests.decoder_files import CONFIGS, make_tensors, write_safetensors
 
 
-def make_model(models_dir: Path, family: str) -> None:
-    """A folder of the catalogue: the family's weights, and bytes as tokens."""
+def make_model(models_dir: Path, family: str, **fields: Any) -> None:
+    """A folder of the catalogue: the family's weights, and bytes as tokens. `fields` are the entry's own."""
     folder = models_dir / family
     folder.mkdir(parents=True)
     write_safetensors(folder, CONFIGS[family], make_tensors(CONFIGS[family]), 2)
@@ -26,4 +27,4 @@ def make_model(models_dir: Path, family: str) -> None:
         "add_bos": True,
         "eos_token_ids": [257],
     }
-    (folder / "model.json").write_text(json.dumps(spec))
+    (folder / "model.json").write_text(json.dumps(spec | fields))

@@ -41,11 +41,13 @@ def main() -> int:
         config = load_config(os.environ)
         catalog = Catalog.load(config.models_dir)
         model = config.model_id(catalog)
+        ranks = config.num_ranks(catalog.get(model))
     except (ConfigError, CatalogError) as error:
         print(f"worker: {error}", file=sys.stderr)
         return ExitStatus.CONFIG
     if arguments.validate:
-        print(f"worker: slot {config.slot} would serve {model} with the {config.runner} runner")
+        on = f" on {ranks} ranks" if ranks > 1 else ""
+        print(f"worker: slot {config.slot} would serve {model} with the {config.runner} runner{on}")
         return 0
     logs.configure("worker" if arguments.child else "worker-parent", config.slot, config.log_level)
     if arguments.child:

@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from schemas.catalog import SIMULATED_MODEL, Catalog, CatalogError
-from schemas.config import CommonConfig, from_env, setting
+from schemas.catalog import SIMULATED_MODEL, Catalog, CatalogError, ModelSpec
+from schemas.config import CommonConfig, ConfigError, from_env, setting
 from schemas.handoff_records import WorkerRole
 from workers.block_hash import PrefixSharing
 from workers.block_pool import num_blocks_for
 from workers.device import DEVICES as DEVICE_SETTINGS
 from workers.device import KV_DTYPES, device_problem
 from workers.pool_sizes import MIB
+from workers.rank_settings import choose_ranks, origin, ranks_errors
 from workers.roofline import DEVICES, MODELS, DType, Roofline
 from workers.scheduler_config import (
     DEFAULT_MAX_NUM_SEQS,
@@ -41,7 +42,11 @@ class WorkerConfig(CommonConfig):
     device: str = setting(
         "auto", doc="What a model is computed on: cuda, cpu, or auto: CUDA if there is a GPU, else the CPU."
     )
-    kv_dtype: str = setting("auto", doc="What keys and values are stored in: auto, or fp8 (on GPUs).")
+    kv_dtype: str = setting(
+        "auto",
+        doc="What keys and values are stored in: on GPUs bf16, fp8, or auto: as the model's catalogue entry "
+        "says, else bf16. On the CPU auto.",
+    )
     deterministic: bool = setting(False, doc="Equal output whatever the batch; slower.")
     step_ms: float = setting(
         0.0, doc="Time of a simulated step in ms, whatever the batch; 0 is as fast as it goes."
@@ -60,8 +65,10 @@ class WorkerConfig(CommonConfig):
     linear: str = setting(
         "auto", doc="How the fast mode multiplies: auto (what is fastest here), int8, weight_only, or bf16."
     )
-    tensor_parallel: int = setting(
-        1, doc="Ranks that the model is spread over, each a process; one that dies ends the worker."
+    tensor_parallel: int | None = setting(
+        None,
+        doc="Ranks that the model is spread over, each a process; one that dies ends the worker. Empty: as "
+        "many as its catalogue entry says, else 1.",
     )
     threads: int | None = setting(
         None, doc="Threads of torch in each rank; empty: the ranks share the cores equally."
@@ -142,7 +149,7 @@ class WorkerConfig(CommonConfig):
         found += simulation
         if self.threads is not None and self.threads < 1:
             found.append(f"HEADRACE_THREADS must be at least 1, got {self.threads}")
-        found += self._rank_errors()
+        found += self._rank_errors(1 if self.tensor_parallel is None else self.tensor_parallel)
         found += self._role_errors()
         try:
             # Which GPUs these are is not known where their settings are wrong.
@@ -215,22 +222,19 @@ class WorkerConfig(CommonConfig):
             "cuda" if self.device == "cuda" else None,
             deterministic=self.deterministic,
             linear=self.linear,
-            fp8_kv=self.kv_dtype == "fp8",
+            kv_dtype=self.kv_dtype,
         )
         return [problem] if problem else []
 
-    def _rank_errors(self) -> list[str]:
-        """What the model itself cannot be split over is found when it is loaded."""
-        name, ranks = "HEADRACE_TENSOR_PARALLEL", self.tensor_parallel
-        if ranks < 1:
-            return [f"{name} must be at least 1, got {ranks}"]
-        if ranks > 1 and self.runner == "simulated":
-            return [f"{name} is {ranks}: simulated GPUs have HEADRACE_SIMULATED_TENSOR_PARALLEL"]
-        if ranks > 1 and self.linear not in ("auto", "bf16"):
-            return [
-                f"{name} is {ranks}: several ranks multiply in bf16, but HEADRACE_LINEAR is {self.linear!r}"
-            ]
-        return []
+    def num_ranks(self, spec: ModelSpec) -> int:
+        """Of the model; 1 where it is simulated. Raises ConfigError where the settings do not go with it."""
+        ranks = 1 if self.runner == "simulated" else choose_ranks(self.tensor_parallel, spec)
+        if errors := self._rank_errors(ranks):
+            raise ConfigError(error + origin(self.tensor_parallel, spec) for error in errors)
+        return ranks
+
+    def _rank_errors(self, ranks: int) -> list[str]:
+        return ranks_errors(ranks, runner=self.runner, linear=self.linear, role=self.worker_role)
 
     def _role_errors(self) -> list[str]:
         """KV is handed over by workers of one rank on the CPU."""
@@ -243,11 +247,6 @@ class WorkerConfig(CommonConfig):
             found.append(f"HEADRACE_TRANSFER_PROTOCOL must be {known}, got {self.transfer_protocol!r}")
         if role == WorkerRole.UNIFIED:
             return found
-        if self.tensor_parallel > 1:
-            found.append(
-                f"HEADRACE_WORKER_ROLE is {role}: a model over {self.tensor_parallel} ranks hands no KV over "
-                "yet; set HEADRACE_TENSOR_PARALLEL to 1, or the role to unified"
-            )
         if self.device == "cuda":
             found.append(f"HEADRACE_WORKER_ROLE is {role}: GPUs hand no KV over yet; set it to unified")
         if not self.transfer_host:

@@ -1,8 +1,10 @@
 """On what a worker computes, as its settings say it. Pure."""
 
+from schemas.catalog import ModelSpec
+
 DEVICES = ("auto", "cuda", "cpu")
 SETTING = "HEADRACE_DEVICE"
-KV_DTYPES = ("auto", "fp8")
+KV_DTYPES = ("auto", "bf16", "fp8")
 
 
 def choose_device(setting: str, has_gpu: bool, *, deterministic: bool) -> str | None:
@@ -17,10 +19,20 @@ def choose_device(setting: str, has_gpu: bool, *, deterministic: bool) -> str | 
     return "cuda"
 
 
-def device_problem(device: str | None, *, deterministic: bool, linear: str, fp8_kv: bool) -> str | None:
+def choose_fp8_kv(setting: str, spec: ModelSpec, *, has_fp8: bool) -> bool:
+    """Whether keys and values are in FP8 on GPUs, of which `has_fp8` says whether they have it; auto is what
+    the catalogue entry says of its deployment, where they have."""
+    if setting == "auto":
+        return has_fp8 and spec.deployment is not None and spec.deployment.kv_format == "fp8"
+    return setting == "fp8"
+
+
+def device_problem(device: str | None, *, deterministic: bool, linear: str, kv_dtype: str) -> str | None:
     """Which settings the device does not go with; None where all do. `device` None is the CPU."""
     if device is None:
-        return "HEADRACE_KV_DTYPE is fp8: that is for GPUs, and this is served on the CPU" if fp8_kv else None
+        if kv_dtype == "auto":
+            return None
+        return f"HEADRACE_KV_DTYPE is {kv_dtype}: that is for GPUs, and this is served on the CPU"
     if deterministic:
         return f"HEADRACE_DETERMINISTIC is for CPUs: set {SETTING} to cpu"
     if linear not in ("auto", "bf16"):

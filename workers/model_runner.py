@@ -39,8 +39,8 @@ from workers.model_step import ModelStep, StepLimits, prepare_step
 from workers.models.decoder_weights import DecoderWeights
 from workers.models.linear_choice import AUTO
 from workers.models.open_weights import open_weights
-from workers.models.sharding import SETTING
 from workers.rank_died import RankDiedError
+from workers.rank_settings import SETTING, RanksError
 from workers.sampler import Sampler
 
 _STEP_TIMEOUT_S = 60.0
@@ -89,14 +89,15 @@ class TorchModelRunner:
         ended; whatever is computed then raises RuntimeError. `device` is as in `ModelOptions`; `fp8_kv` is
         for GPUs.
 
-        Raises OSError or WeightsError (a ValueError) for a file that cannot be served, ValueError naming the
-        setting for a number of ranks that does not go with model or machine, or for a model that does not
-        fit, RuntimeError when the machine's matrix library cannot keep the promise of deterministic mode,
-        or another rank ends.
+        Raises OSError or WeightsError (a ValueError) for a file that cannot be served, RanksError for a
+        number of ranks that does not go with model or machine, ValueError for a model that does not fit,
+        RuntimeError when the machine's matrix library cannot keep the promise of deterministic mode, or
+        another rank ends.
         """
         if num_ranks > 1 and num_threads is None:
             num_threads = max(1, num_cores() // num_ranks)
-        if problem := device_problem(device, deterministic=deterministic, linear=linear, fp8_kv=fp8_kv):
+        kv_dtype = "fp8" if fp8_kv else "auto"
+        if problem := device_problem(device, deterministic=deterministic, linear=linear, kv_dtype=kv_dtype):
             raise ValueError(problem)
         options = ModelOptions(
             weights_path, max_model_len, deterministic, num_threads, linear, num_ranks, device, fp8_kv
@@ -270,12 +271,12 @@ def num_cores() -> int:
 
 
 def _check_ranks(options: ModelOptions, weights: DecoderWeights) -> None:
-    """Before any process is started. Raises ValueError naming the setting."""
+    """Before any process is started. Raises RanksError naming the setting."""
     plan_shard(options, weights, 0)
     if options.device == "cuda":
         if options.num_ranks > (gpus := torch.cuda.device_count()):
-            raise ValueError(
+            raise RanksError(
                 f"{SETTING} is {options.num_ranks}: at most one rank a GPU, and there are {gpus}"
             )
     elif options.num_ranks > (cores := num_cores()):
-        raise ValueError(f"{SETTING} is {options.num_ranks}: at most one rank a core, and there are {cores}")
+        raise RanksError(f"{SETTING} is {options.num_ranks}: at most one rank a core, and there are {cores}")

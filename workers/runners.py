@@ -16,7 +16,7 @@ from workers.block_pool import num_blocks_for
 from workers.canary import CANARY_REQUEST_ID, NUM_LEARNED_TOKENS, Canary
 from workers.config import NO_PREFIX_CACHING, WorkerConfig
 from workers.device import SETTING as DEVICE_SETTING
-from workers.device import choose_device
+from workers.device import choose_device, choose_fp8_kv
 from workers.device_pools import plan_device_pools
 from workers.engine import Engine
 from workers.handoff.kv_access import KVAccess, open_kv
@@ -25,6 +25,7 @@ from workers.memory import available_bytes
 from workers.memory_profile import ProfiledRunner, profile_memory
 from workers.pool_sizes import MIB, PoolSizes, plan_pools
 from workers.rank_died import RankDiedError
+from workers.rank_settings import RanksError, origin
 from workers.scheduler_config import SchedulerConfig
 from workers.simulated_runner import SimulatedRunner
 from workers.text_rules import TextRules
@@ -74,6 +75,8 @@ def load_engine(
     tokenizer = Tokenizer.load(catalog, spec.id)
     runner: ModelRunner
     on_gpu = False
+    arithmetic = "deterministic" if config.deterministic else "fast"
+    num_ranks = config.num_ranks(spec)
     if config.runner == "simulated":
         scheduler_config = config.scheduler_config(spec.max_model_len)
         vocab_size = len(tokenizer.token_bytes)
@@ -83,12 +86,13 @@ def load_engine(
         if not spec.weights:
             raise CatalogError(f"model {spec.id!r} has no weights: it needs HEADRACE_RUNNER=simulated")
         # Takes seconds and hundreds of MiB, which a simulated worker does not need.
-        from torch.cuda import is_available
+        import torch
 
+        from kernels.dispatch import has_fp8
         from kernels.toolchain import launcher_problem
         from workers.model_runner import TorchModelRunner
 
-        device = choose_device(config.device, is_available(), deterministic=config.deterministic)
+        device = choose_device(config.device, torch.cuda.is_available(), deterministic=config.deterministic)
         on_gpu = device is not None
         if on_gpu and config.role is not WorkerRole.UNIFIED:
             raise ValueError(
@@ -97,32 +101,39 @@ def load_engine(
             )
         if on_gpu and (problem := launcher_problem(os.environ)):
             raise ValueError(f"{problem}; or set {DEVICE_SETTING} to cpu")
+        fp8_kv = config.kv_dtype == "fp8"
+        if on_gpu:
+            fp8_kv = choose_fp8_kv(config.kv_dtype, spec, has_fp8=has_fp8(torch.device("cuda", 0)))
+            arithmetic = "cuda fp8" if fp8_kv else "cuda bf16"
         log.info("serving on %s", "CUDA" if on_gpu else "the CPU")
         scheduler_config = config.scheduler_config(spec.max_model_len, on_gpu=on_gpu)
-        runner = TorchModelRunner(
-            catalog.weights_path(spec),
-            max_model_len=scheduler_config.max_model_len,
-            max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
-            max_num_seqs=scheduler_config.max_num_seqs,
-            deterministic=config.deterministic,
-            num_threads=config.threads,
-            linear=config.linear,
-            num_ranks=config.tensor_parallel,
-            step_timeout_s=config.stall_exit_s,
-            on_rank_died=on_rank_died,
-            eos_token_ids=frozenset(spec.eos_token_ids),
-            device=device,
-            fp8_kv=config.kv_dtype == "fp8",
-        )
+        try:
+            runner = TorchModelRunner(
+                catalog.weights_path(spec),
+                max_model_len=scheduler_config.max_model_len,
+                max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
+                max_num_seqs=scheduler_config.max_num_seqs,
+                deterministic=config.deterministic,
+                num_threads=config.threads,
+                linear=config.linear,
+                num_ranks=num_ranks,
+                step_timeout_s=config.stall_exit_s,
+                on_rank_died=on_rank_died,
+                eos_token_ids=frozenset(spec.eos_token_ids),
+                device=device,
+                fp8_kv=fp8_kv,
+            )
+        except RanksError as error:
+            raise RanksError(f"{error}{origin(config.tensor_parallel, spec)}") from None
         vocab_size = runner.vocab_size
         if on_gpu:
-            pools = _pools_on_gpus(config, scheduler_config, runner)
+            pools = _pools_on_gpus(config, scheduler_config, runner, num_ranks)
         else:
-            pools = _pools_in_memory(config, scheduler_config, runner, vocab_size)
+            pools = _pools_in_memory(config, scheduler_config, runner, vocab_size, num_ranks)
     kv_cache_manager = make_kv_cache_manager(
         pools.num_blocks,
         num_host_blocks=pools.num_host_blocks,
-        hasher=_block_hasher(config, spec, runner, on_gpu),
+        hasher=_block_hasher(config, spec, runner, arithmetic),
     )
     engine = Engine(scheduler_config, runner, kv_cache_manager, frozenset(spec.eos_token_ids))
     if on_gpu:
@@ -135,20 +146,24 @@ def load_engine(
         vocab_size,
         TextRules(tokenizer, vocab_size, spec.eos_token_ids),
         _canary(tokenizer, spec, runner) if config.canary_s else None,
-        config.tensor_parallel if on_gpu else config.num_gpus,
+        num_ranks if on_gpu else config.num_gpus,
         None if config.role is WorkerRole.UNIFIED else open_kv(config, runner, pools.num_blocks),
     )
 
 
 def _pools_in_memory(
-    config: WorkerConfig, scheduler_config: SchedulerConfig, runner: ProfiledRunner, vocab_size: int
+    config: WorkerConfig,
+    scheduler_config: SchedulerConfig,
+    runner: ProfiledRunner,
+    vocab_size: int,
+    num_ranks: int,
 ) -> PoolSizes:
     profile = profile_memory(
         runner,
         scheduler_config,
         vocab_size,
         tiled=config.deterministic,
-        num_ranks=config.tensor_parallel,
+        num_ranks=num_ranks,
     )
     pools = plan_pools(
         profile,
@@ -169,7 +184,7 @@ def _pools_in_memory(
 
 
 def _pools_on_gpus(
-    config: WorkerConfig, scheduler_config: SchedulerConfig, runner: "TorchModelRunner"
+    config: WorkerConfig, scheduler_config: SchedulerConfig, runner: "TorchModelRunner", num_ranks: int
 ) -> PoolSizes:
     import torch
 
@@ -184,7 +199,7 @@ def _pools_on_gpus(
         kv_memory_mib=config.kv_memory_mib,
         swap_memory_mib=config.swap_memory_mib,
         rank_bytes_per_block=runner.rank_bytes_per_block,
-        num_ranks=config.tensor_parallel,
+        num_ranks=num_ranks,
     )
     log.info(
         "memory of a GPU",
@@ -218,12 +233,11 @@ def _simulated_pools(config: WorkerConfig, runner: SimulatedRunner) -> PoolSizes
 
 
 def _block_hasher(
-    config: WorkerConfig, spec: ModelSpec, runner: ModelRunner, on_gpu: bool
+    config: WorkerConfig, spec: ModelSpec, runner: ModelRunner, arithmetic: str
 ) -> BlockHasher | None:
     if config.prefix_caching == NO_PREFIX_CACHING:
         return None
-    kernels = f"cuda {config.kv_dtype}" if on_gpu else "deterministic" if config.deterministic else "fast"
-    layout = f"{config.runner} {kernels} {runner.bytes_per_block}"
+    layout = f"{config.runner} {arithmetic} {runner.bytes_per_block}"
     return BlockHasher(spec.id, layout, PrefixSharing(config.prefix_caching))
 
 

@@ -23,12 +23,12 @@ class StackConfig:
     """What a local stack is made of.
 
     `models` are catalogue ids: the gateway offers all of them (empty: all in `models_dir`), the workers
-    serve the first, each on `tensor_parallel` ranks, on `device` (HEADRACE_DEVICE); of `gpus`, as CUDA calls
-    them, each worker has its own. `roles` are those of the first workers, by slot; the others are unified.
-    `step_ms` is a step of the simulated runner. Ports: 0
-    has a free one chosen, and `gateway_port` is that of slot 0. `settings` adds environment variables to one
-    service, or to one of its processes: {"worker": {"HEADRACE_KV_MEMORY_MIB": "64"}, "worker-1":
-    {"HEADRACE_MODEL": "other"}}.
+    serve the first, each on `tensor_parallel` ranks (None, which is for CPUs: as its entry says), on `device`
+    (HEADRACE_DEVICE); of `gpus`, as CUDA calls them, each worker has its own. `roles` are those of the first
+    workers, by slot; the others are unified. `step_ms` is a step of the simulated runner. Ports: 0 has a free
+    one chosen, and `gateway_port` is that of slot 0. `settings` adds environment variables to one service, or
+    to one of its processes: {"worker": {"HEADRACE_KV_MEMORY_MIB": "64"}, "worker-1": {"HEADRACE_MODEL":
+    "other"}}.
     `start_timeout` (s) is for each process. Of several `ledgers` one has the tables and the SQL port, and the
     others stand by: they count as ready once they run. `kafka_proxies`: ports that the broker listens on
     beside its own, and for each the port of a proxy to it; a process is sent there by its HEADRACE_KAFKA.
@@ -44,7 +44,7 @@ class StackConfig:
     step_ms: float | None = None
     layout: Layout = field(default_factory=Layout)
     workers: int = 1
-    tensor_parallel: int = 1
+    tensor_parallel: int | None = None
     device: str = "auto"
     gpus: tuple[str, ...] = ()
     roles: tuple[WorkerRole, ...] = ()
@@ -79,6 +79,8 @@ class StackConfig:
         ]
         if len(self.roles) > self.workers:
             errors.append(f"{len(self.roles)} roles for {self.workers} workers")
+        if self.gpus and self.tensor_parallel is None:
+            errors.append("gpus are shared out by tensor_parallel: say how many a worker has")
         if self.broker_auth and self.brokers > 1:
             errors.append("broker_auth is for one broker")
         if errors:
@@ -184,15 +186,16 @@ def _ledger_settings(config: StackConfig, instance: Instance) -> dict[str, str]:
 def _worker_settings(config: StackConfig, instance: Instance) -> dict[str, str]:
     settings = {
         "HEADRACE_RUNNER": config.runner,
-        "HEADRACE_TENSOR_PARALLEL": str(config.tensor_parallel),
         "HEADRACE_DETERMINISTIC": "true" if config.deterministic else "false",
         "HEADRACE_WORKER_ROLE": config.role_of(instance.slot),
     }
     if config.models:
         settings["HEADRACE_MODEL"] = config.models[0]
+    if config.tensor_parallel is not None:
+        settings["HEADRACE_TENSOR_PARALLEL"] = str(config.tensor_parallel)
     if config.runner == "torch":
         settings["HEADRACE_DEVICE"] = config.device
-        if own := gpus_of_worker(config.gpus, instance.slot, config.tensor_parallel):
+        if own := gpus_of_worker(config.gpus, instance.slot, config.tensor_parallel or 1):
             settings[VISIBLE] = ",".join(own)
     if config.step_ms is not None:
         settings["HEADRACE_STEP_MS"] = f"{config.step_ms:g}"

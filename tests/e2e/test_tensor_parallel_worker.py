@@ -1,4 +1,5 @@
-"""A worker of two ranks on CPUs serves; when one of them is killed, a worker of one goes on, bit for bit."""
+"""A worker of two ranks on CPUs, as many as its model's entry says, serves; when one of them is killed, a
+worker of one goes on, bit for bit."""
 
 import os
 import signal
@@ -21,13 +22,13 @@ BODY = {"prompt": "two ranks", "max_tokens": 200, "temperature": 0.8, "seed": 7,
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     folder = tmp_path_factory.mktemp("tensor-parallel")
-    make_model(folder / "models", "llama")
+    deployment = {"device_memory_gb": 80, "weight_format": "bf16", "kv_format": "bf16"}
+    make_model(folder / "models", "llama", deployment=deployment | {"tensor_parallel": 2})
     config = StackConfig(
         data_dir=folder / "data",
         models_dir=folder / "models",
         models=("llama",),
         deterministic=True,
-        tensor_parallel=2,
         workers=2,
         settings={
             "worker": {

@@ -13,11 +13,13 @@ from tests.decoder_files import make_prompt
 from tests.small_model import make_model
 from workers.config import WorkerConfig
 from workers.followers import backend_of
+from workers.model_runner import TorchModelRunner
 from workers.request import Request
 from workers.runners import LoadedEngine, load_engine
 
 NO_GPU = not torch.cuda.is_available()
 PROMPT = make_prompt(50)
+DEPLOYMENT = {"tensor_parallel": 1, "device_memory_gb": 80, "weight_format": "bf16", "kv_format": "bf16"}
 
 
 def load(models_dir: Path, **settings: str) -> LoadedEngine:
@@ -75,6 +77,30 @@ def test_an_fp8_cache_is_refused_on_the_cpu(tmp_path: Path) -> None:
     make_model(tmp_path, "qwen3")
     with pytest.raises(ValueError, match="HEADRACE_KV_DTYPE is fp8: that is for GPUs"):
         load(tmp_path, HEADRACE_KV_DTYPE="fp8")
+
+
+@pytest.mark.skipif(not NO_GPU, reason="a GPU is here")
+def test_a_model_is_spread_over_as_many_ranks_as_its_entry_says(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3", deployment=DEPLOYMENT | {"tensor_parallel": 2})
+    loaded = load(tmp_path, HEADRACE_DETERMINISTIC="true", HEADRACE_THREADS="1")
+    runner = loaded.engine.runner
+    assert isinstance(runner, TorchModelRunner)
+    assert len(runner.rank_pids) == 1
+    of_two = run(loaded, 2)
+    runner.close()
+    alone = load(tmp_path, HEADRACE_DETERMINISTIC="true", HEADRACE_TENSOR_PARALLEL="1")
+    assert run(alone, 2) == of_two
+
+
+@pytest.mark.skipif(not NO_GPU, reason="a GPU is here")
+def test_an_entry_that_cannot_be_followed_is_told_with_what_overrides_it(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3", deployment=DEPLOYMENT | {"tensor_parallel": 3})
+    message = (
+        "HEADRACE_TENSOR_PARALLEL is 3: the model's 4 heads are no multiple of it; so says the catalogue "
+        "entry of 'qwen3', and HEADRACE_TENSOR_PARALLEL overrides it"
+    )
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])

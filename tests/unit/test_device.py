@@ -1,12 +1,14 @@
 """What a worker computes on, and how much of a GPU's memory goes to KV blocks."""
 
+import dataclasses
 import re
 
 import pytest
 
+from schemas.catalog import Deployment, simulated_model
 from schemas.config import ConfigError, from_env
 from workers.config import WorkerConfig
-from workers.device import choose_device
+from workers.device import choose_device, choose_fp8_kv
 from workers.device_pools import DeviceProfile, plan_device_pools
 from workers.pool_sizes import MIB, PoolSizes
 
@@ -38,10 +40,11 @@ def test_a_gpu_that_is_asked_for_and_not_there_is_an_error_that_names_the_settin
     ("settings", "error"),
     [
         ({"DEVICE": "tpu"}, "HEADRACE_DEVICE must be auto or cuda or cpu, got 'tpu'"),
-        ({"KV_DTYPE": "int4"}, "HEADRACE_KV_DTYPE must be auto or fp8, got 'int4'"),
+        ({"KV_DTYPE": "int4"}, "HEADRACE_KV_DTYPE must be auto or bf16 or fp8, got 'int4'"),
         ({"DEVICE": "cuda", "DETERMINISTIC": "true"}, "HEADRACE_DETERMINISTIC is for CPUs"),
         ({"DEVICE": "cuda", "LINEAR": "int8"}, "HEADRACE_LINEAR is 'int8', which is for CPUs"),
         ({"DEVICE": "cpu", "KV_DTYPE": "fp8"}, "HEADRACE_KV_DTYPE is fp8: that is for GPUs"),
+        ({"DEVICE": "cpu", "KV_DTYPE": "bf16"}, "HEADRACE_KV_DTYPE is bf16: that is for GPUs"),
         ({"DEVICE": "cuda", "RUNNER": "simulated"}, "the simulated runner computes on no device"),
     ],
 )
@@ -49,6 +52,26 @@ def test_what_does_not_go_together_is_refused_by_name(settings: dict[str, str], 
     named = {f"HEADRACE_{name}": value for name, value in settings.items()}
     with pytest.raises(ConfigError, match=re.escape(error)):
         from_env(WorkerConfig, ENVIRONMENT | named)
+
+
+@pytest.mark.parametrize(
+    ("setting", "entry", "has_fp8", "fp8"),
+    [
+        ("auto", "fp8", True, True),
+        ("auto", "fp8", False, False),
+        ("auto", "bf16", True, False),
+        ("auto", None, True, False),
+        ("bf16", "fp8", True, False),
+        ("fp8", None, True, True),
+        ("fp8", None, False, True),  # which is refused with the GPU's name
+    ],
+)
+def test_keys_and_values_are_stored_as_the_entry_says(
+    setting: str, entry: str | None, has_fp8: bool, fp8: bool
+) -> None:
+    deployment = None if entry is None else Deployment(8, 80, "fp8", entry)
+    spec = dataclasses.replace(simulated_model(), deployment=deployment)
+    assert choose_fp8_kv(setting, spec, has_fp8=has_fp8) == fp8
 
 
 def test_a_gpu_runs_more_sequences_at_once() -> None:

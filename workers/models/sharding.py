@@ -7,8 +7,8 @@ a rank has some outputs, of those behind them the same inputs, and what these gi
 from dataclasses import dataclass
 
 from workers.models.decoder_config import DecoderConfig
+from workers.rank_settings import SETTING, RanksError
 
-SETTING = "HEADRACE_TENSOR_PARALLEL"
 # Of the deterministic mode: it then has the same bits on any number of ranks that divides them. More than two
 # only where each still has so many columns of the feed-forward layer: four pieces of Gemma 3 270M (of 2,048
 # columns) took a decode of one sequence twice as long as one piece, on two cores with AVX2.
@@ -95,15 +95,15 @@ class Sharding:
 def shard(config: DecoderConfig, num_ranks: int, rank: int, *, exact: bool) -> Sharding:
     """`exact`: computed so that the number of ranks changes no bit.
 
-    Raises ValueError naming the setting for a number of ranks that does not go with the model.
+    Raises RanksError naming the setting for a number of ranks that does not go with the model.
     """
     if problem := why_not_split(config, num_ranks):
-        raise ValueError(f"{SETTING} is {num_ranks}: {problem}")
+        raise RanksError(f"{SETTING} is {num_ranks}: {problem}")
     if not exact:
         return Sharding(config, num_ranks, num_ranks, rank)
     num_pieces = exact_pieces(config)
     if num_pieces % num_ranks:
-        raise ValueError(
+        raise RanksError(
             f"{SETTING} is {num_ranks}: deterministic mode computes this model in {num_pieces} pieces, which "
             "it must divide"
         )
