@@ -11,6 +11,7 @@ import pytest
 from gguf import GGUFWriter
 
 from tests.decoder_files import CONFIGS, Array, make_tensors, write_gguf, write_safetensors
+from workers.models.decoder_config import LinearScaling
 from workers.models.hugging_face_config import decoder_config
 from workers.models.open_weights import open_weights
 from workers.weights.errors import WeightsError
@@ -78,7 +79,16 @@ TENSORS = {family: make_tensors(config) for family, config in CONFIGS.items()}
             },
             "high_freq_factor: 4 is not above low_freq_factor, which is 4",
         ),
-        ("qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "is given beside 'rope_parameters'"),
+        (
+            "qwen2",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
+            "rope_type: 'yarn' is not implemented",
+        ),
+        (
+            "qwen2",
+            {"rope_scaling": {"rope_type": "linear", "factor": 4}},
+            "rope_scaling: .* is another scaling than that of 'rope_parameters'",
+        ),
         ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4}}, "rope_type: 'yarn' is not impl"),
         (
             "qwen3",
@@ -163,6 +173,13 @@ def test_a_config_that_is_not_plain_json_is_refused(tmp_path: Path, text: bytes,
 def test_qwen_has_windows_from_a_layer_on(first: int, windows: tuple[int | None, ...]) -> None:
     change = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": first}
     assert decoder_config(CONFIGS["qwen2"] | change, "f").layer_windows == windows
+
+
+def test_a_scaling_may_be_given_in_both_forms() -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    change = {"rope_parameters": scaling | {"rope_theta": 5e5}, "rope_scaling": scaling}
+    config = decoder_config(CONFIGS["qwen3"] | change, "f")
+    assert (config.rope_scaling, config.rope_base) == (LinearScaling(2.0), 5e5)
 
 
 @pytest.mark.parametrize("name", ["sliding_window_pattern", "_sliding_window_pattern"])

@@ -102,12 +102,10 @@ def _decoder_config(architecture: Architecture, fields: ConfigFields) -> Decoder
 def _rope(fields: ConfigFields, gemma: bool) -> tuple[float, RopeScaling | None, float | None]:
     """Base and scaling of the layers that attend to all, and the base of Gemma's that do not."""
     parameters = fields.inner("rope_parameters")  # from version 5 on
-    if parameters is not None and fields.inner("rope_scaling") is not None:
-        raise fields.error("rope_scaling", "is given beside 'rope_parameters', which says it too: keep one")
+    given = fields.inner("rope_scaling")
     if parameters is None:
-        scaling = fields.inner("rope_scaling")
         local_base = fields.real("rope_local_base_freq") if gemma else None
-        return fields.real("rope_theta", 10_000.0), _scaling(scaling) if scaling else None, local_base
+        return fields.real("rope_theta", 10_000.0), _scaling(given) if given else None, local_base
     local_base = None
     if gemma:
         local, parameters = parameters.inner(_SLIDING), parameters.inner(_FULL)
@@ -117,7 +115,10 @@ def _rope(fields: ConfigFields, gemma: bool) -> tuple[float, RopeScaling | None,
         local.refuse("partial_rotary_factor", 1)
         local_base = local.real("rope_theta")
     parameters.refuse("partial_rotary_factor", 1)
-    return parameters.real("rope_theta", 10_000.0), _scaling(parameters), local_base
+    scaling = _scaling(parameters)
+    if given is not None and _scaling(given) != scaling:
+        raise fields.error("rope_scaling", "is another scaling than that of 'rope_parameters'")
+    return parameters.real("rope_theta", 10_000.0), scaling, local_base
 
 
 def _scaling(fields: ConfigFields) -> RopeScaling | None:
