@@ -16,6 +16,8 @@ NUM_BLOCKS = 7
 RESERVE_MS, LEASE_MS = 400, 1000
 LANDING_S = 0.5
 JUMPS_S = (0.01, 0.02, 0.1, 0.3)  # a busy process looks at its clock late
+STOPS_S = (0.4, 2.0, 45.0, 600.0)  # one that was stopped, much later
+SILENCE_S = 1.0
 PREFILL_SLOT, DECODE_SLOT = 0, 1
 
 
@@ -65,6 +67,7 @@ class Prefill:
     sequences: dict[bytes, Sequence] = field(default_factory=dict)
     deadlines: dict[bytes, float] = field(default_factory=dict)
     died_at: float | None = None
+    stopped_at: float | None = None
 
 
 @dataclass(eq=False)
@@ -82,6 +85,7 @@ class Decode:
     served: dict[bytes, str] = field(default_factory=dict)
     deadlines: dict[bytes, float] = field(default_factory=dict)
     died_at: float | None = None
+    stopped_at: float | None = None
 
 
 def contents(request_id: bytes, num_tokens: int) -> list[int]:

@@ -28,6 +28,8 @@ from tests.handoff_lives import (
     NUM_BLOCKS,
     PREFILL_SLOT,
     RESERVE_MS,
+    SILENCE_S,
+    STOPS_S,
     Call,
     Decode,
     Prefill,
@@ -53,9 +55,15 @@ from workers.handoff.prefill_side import PrefillSide, Written
 from workers.handoff.states import TERMINAL
 from workers.handoff.transfer import Run
 
+_REMEMBER_S = 1e9  # a message may be as late as those who stand still
+
 
 class World:
-    """`sound` lets bytes land as they were sent; else a call may land wrong ones or none, and say it did."""
+    """`sound` lets bytes land as they were sent; else a call may land wrong ones or none, and say it did.
+
+    A life that is stopped does nothing and hears nothing. What it had begun to write may land all the while,
+    or when it goes on; what was sent to it lands before it ends, or when it goes on.
+    """
 
     def __init__(self, random: Random, *, sound: bool = False) -> None:
         self.random = random
@@ -75,12 +83,19 @@ class World:
 
     def _new_prefill(self) -> Prefill:
         self.epoch += 1
-        return Prefill(PrefillSide(Run(PREFILL_SLOT, self.epoch), LAYOUT))
+        return Prefill(PrefillSide(Run(PREFILL_SLOT, self.epoch), LAYOUT, remember_s=_REMEMBER_S))
 
     def _new_decode(self) -> Decode:
         self.epoch += 1
         ranks = [PoolRank(f"decode-{self.epoch}", 0, 0, NUM_BLOCKS)]
-        side = DecodeSide(Run(DECODE_SLOT, self.epoch), LAYOUT, ranks, landing_s=LANDING_S, ask_again_s=0.1)
+        side = DecodeSide(
+            Run(DECODE_SLOT, self.epoch),
+            LAYOUT,
+            ranks,
+            landing_s=LANDING_S,
+            ask_again_s=0.1,
+            remember_s=_REMEMBER_S,
+        )
         return Decode(side)
 
     # What may happen
@@ -89,7 +104,7 @@ class World:
         num_tokens = self.random.randint(1, 3 * BLOCK_SIZE)
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         prefill, run = self.prefill, self.decode.side.run
-        if num_blocks > prefill.pool.num_free_blocks:
+        if num_blocks > prefill.pool.num_free_blocks or prefill.stopped_at is not None:
             return
         self.num_requests += 1
         request_id = self.num_requests.to_bytes(16, "big")
@@ -105,6 +120,8 @@ class World:
             self._prefill_does(prefill.side.offer(dispatch, self.now))
 
     def compute(self) -> None:
+        if self.prefill.stopped_at is not None:
+            return
         for transfer_id, sequence in list(self.prefill.sequences.items()):
             if sequence.computes and sequence.computed < len(sequence.blocks):
                 expected = contents(transfer_id, len(sequence.dispatch.request.prompt_token_ids))
@@ -115,6 +132,8 @@ class World:
                 return
 
     def begin_call(self) -> None:
+        if self.prefill.stopped_at is not None:
+            return
         for transfer_id, sequence in self.prefill.sequences.items():
             if sequence.reserved and not sequence.stopping and sequence.begun < sequence.computed:
                 index = sequence.begun
@@ -135,10 +154,15 @@ class World:
     def land(self) -> None:
         landing = [call for call in self.flying if not call.has_landed]
         if landing:
-            self._land(self.random.choice(landing))
+            call = self.random.choice(landing)
+            stands = call.prefill.stopped_at is not None or call.decode.stopped_at is not None
+            if not stands or self.random.random() < 0.05:
+                self._land(call)
 
     def end_call(self) -> None:
         """A call returns: well once it has landed, or with an error, after which it may still land."""
+        if self.prefill.stopped_at is not None:
+            return
         alive = [call for call in self.flying if call.prefill is self.prefill and not call.has_failed]
         if not alive:
             return
@@ -167,6 +191,8 @@ class World:
         if self.network:
             index = self.random.randrange(len(self.network))
             slot, record = self.network[index]
+            if (self.prefill if slot == PREFILL_SLOT else self.decode).stopped_at is not None:
+                return
             if self.sound or self.random.random() > 0.15:  # else it stays, and will come again
                 del self.network[index]
             self._deliver(slot, record)
@@ -178,6 +204,8 @@ class World:
     def engine_step(self) -> None:
         """Decode's engine takes what it was told, in order, then gives room to who waits."""
         decode = self.decode
+        if decode.stopped_at is not None:
+            return
         while decode.inputs:
             self._engine_takes(decode.inputs.popleft())
         for offer in list(decode.waiting):
@@ -193,7 +221,7 @@ class World:
                 raise Violation(f"{request_id.hex()} runs on wrong bytes")
 
     def verify(self) -> None:
-        if self.decode.verifying:
+        if self.decode.verifying and self.decode.stopped_at is None:
             handoff = self.decode.verifying.pop(0)
             blocks = self.decode.reserved.get(handoff.transfer_id, [])
             found = [self.decode.memory[block] for block in blocks]
@@ -202,7 +230,7 @@ class World:
             self._decode_does(self.decode.side.on_verified(handoff.transfer_id, error, self.now))
 
     def finish_running(self) -> None:
-        if self.decode.running:
+        if self.decode.running and self.decode.stopped_at is None:
             request_id = self.random.choice(sorted(self.decode.running))
             self.decode.pool.free(self.decode.running.pop(request_id)[0])
 
@@ -211,13 +239,13 @@ class World:
         if known:
             transfer_id = self.random.choice(known)
             self.cancelled.add(transfer_id)
-            if self.random.random() < 0.7:
+            if self.random.random() < 0.7 and self.prefill.stopped_at is None:
                 self._prefill_does(self.prefill.side.cancel(transfer_id, "cancelled", self.now))
-            if self.random.random() < 0.7:
+            if self.random.random() < 0.7 and self.decode.stopped_at is None:
                 self._decode_does(self.decode.side.cancel(transfer_id, "cancelled", self.now))
 
     def preempt(self) -> None:
-        if self.prefill.sequences:
+        if self.prefill.sequences and self.prefill.stopped_at is None:
             transfer_id = self.random.choice(list(self.prefill.sequences))
             self._prefill_does(self.prefill.side.on_failed(transfer_id, "preempted", self.now))
 
@@ -234,19 +262,57 @@ class World:
         self.unheard.append(old.side.run)
         old.died_at = self.now
 
+    def stop(self) -> None:
+        """Rather decode while it waits for what may land."""
+        life = self.random.choice((self.prefill, self.decode))
+        if any(call.lands_by < float("inf") for call in self.flying) and self.random.random() < 0.9:
+            life = self.decode
+        if life.stopped_at is None:
+            life.stopped_at = self.now
+
+    def wake(self) -> None:
+        """It looks at its clock before it hears anything."""
+        if self.prefill.stopped_at is not None:
+            self.prefill.stopped_at = None
+            self._prefill_does(self.prefill.side.tick(self.now))
+        if self.decode.stopped_at is not None:
+            self.decode.stopped_at = None
+            self._decode_does(self.decode.side.tick(self.now))
+
+    def stand_still(self) -> None:
+        if self.prefill.stopped_at is not None or self.decode.stopped_at is not None:
+            self._pass(self.random.choice(STOPS_S))
+
+    def suspect(self) -> None:
+        """Decode hears nothing of prefill and serves without it; but that one may go on, amidst a call."""
+        stopped_at = self.prefill.stopped_at
+        if stopped_at is None or self.now - stopped_at < SILENCE_S or self.decode.stopped_at is not None:
+            return
+        for transfer_id in list(self.decode.deadlines):
+            self._decode_does(self.decode.side.on_failed(transfer_id, "silent", self.now))
+
     def hear(self) -> None:
-        if self.unheard:
+        if self.unheard and self.prefill.stopped_at is None and self.decode.stopped_at is None:
             run = self.unheard.pop(self.random.randrange(len(self.unheard)))
             self._prefill_does(self.prefill.side.on_gone(run, self.now))
             self._decode_does(self.decode.side.on_gone(run, self.now))
 
     def pass_time(self) -> None:
-        self.now += self.random.choice(JUMPS_S)
+        self._pass(self.random.choice(JUMPS_S))
+
+    def _pass(self, seconds: float) -> None:
+        self.now += seconds
+        if self.decode.stopped_at is not None:
+            for call in self.flying:  # to decode, but for those to lives that are over
+                call.lands_by += seconds
         for call in [c for c in self.flying if c.lands_by <= self.now]:
             self.flying.remove(call)
-        self._prefill_does(self.prefill.side.tick(self.now))
-        self._decode_does(self.decode.side.tick(self.now))
-        for life in (self.prefill, self.decode):
+        lives = [life for life in (self.prefill, self.decode) if life.stopped_at is None]
+        if self.prefill in lives:
+            self._prefill_does(self.prefill.side.tick(self.now))
+        if self.decode in lives:
+            self._decode_does(self.decode.side.tick(self.now))
+        for life in lives:
             for transfer_id, deadline in life.deadlines.items():
                 state = life.side.state(transfer_id)
                 if self.now >= deadline and state is not None and state not in TERMINAL:
@@ -369,7 +435,7 @@ class World:
             self.words.append((self.prefill, transfer_id, Written(sequence.blocks, 5, checks)))
 
     def hear_writer(self) -> None:
-        if self.words:
+        if self.words and self.prefill.stopped_at is None:
             prefill, transfer_id, word = self.words.pop(0)
             if prefill is not self.prefill:
                 return
@@ -379,6 +445,8 @@ class World:
                 self._prefill_does(prefill.side.on_closed(transfer_id, self.now, may_land=word))
 
     def close_stopped(self) -> None:
+        if self.prefill.stopped_at is not None:
+            return
         for sequence in list(self.prefill.sequences.values()):
             if sequence.stopping:
                 self._finish(sequence)

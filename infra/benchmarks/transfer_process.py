@@ -29,6 +29,7 @@ from workers.handoff.writer import Writer
 _HOST = "127.0.0.1"
 _TRANSFER = bytes(16)
 _CLOSE_S = 10.0
+_LEASE_S = 600.0
 
 
 class TransferProcess:
@@ -134,7 +135,7 @@ class _Side:
             _TRANSFER, bytes(16), 1, 0, 1, 1, 2, 0, theirs, KVLayout(**layout), [PoolRank(**rank)]
         )
         began = time.perf_counter()
-        writer.start(reserved, ours, num_tokens)
+        writer.start(reserved, ours, num_tokens, time.monotonic() + _LEASE_S)
         for layer in range(self.pool.shape.layout.num_layers):
             writer.computed(_TRANSFER, range(num_tokens), range(layer, layer + 1))
         writer.complete(_TRANSFER)

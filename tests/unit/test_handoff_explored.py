@@ -1,7 +1,8 @@
 """The handoff protocol under every order of events that a seed can think of.
 
 Messages are lost, doubled, late and reordered; calls fail, land wrong bytes, or land after they have failed;
-requests are cancelled and preempted; either side dies at any point and lives again.
+requests are cancelled and preempted; either side dies at any point and lives again, or stands still for long,
+in the midst of a call, and goes on.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 
 from tests.handoff_lives import NUM_BLOCKS, Violation
 from tests.handoff_world import World
-from workers.handoff import decode_side, prefill_side
+from workers.handoff import decode_side, landing, prefill_side
 from workers.handoff.states import DECODE, PREFILL, TERMINAL, Action, Event, Row, State, Table
 
 _CHAOS: list[tuple[Callable[[World], None], int]] = [
@@ -30,9 +31,13 @@ _CHAOS: list[tuple[Callable[[World], None], int]] = [
     (World.finish_running, 4),
     (World.cancel, 1),
     (World.preempt, 1),
-    (World.kill_prefill, 1),
+    (World.kill_prefill, 2),
     (World.kill_decode, 1),
-    (World.hear, 3),
+    (World.stop, 4),
+    (World.stand_still, 24),
+    (World.suspect, 12),
+    (World.wake, 4),
+    (World.hear, 8),
     (World.pass_time, 12),
 ]
 _PEACE = [
@@ -59,6 +64,7 @@ def explore(seed: int) -> World:
     events, weights = zip(*_CHAOS, strict=True)
     for event in world.random.choices(events, weights, k=_STEPS):
         event(world)
+    world.wake()
     for _ in range(250):
         for event in _PEACE:
             event(world)
@@ -200,6 +206,35 @@ def test_a_fault_in_the_table_is_found(name: str, monkeypatch: pytest.MonkeyPatc
         except (Violation, ValueError):
             return
     pytest.fail("no seed noticed")
+
+
+def _a_silent_prefill_is_taken_for_dead(patch: pytest.MonkeyPatch) -> None:
+    def suspect(world: World) -> None:
+        stopped_at = world.prefill.stopped_at
+        if stopped_at is not None and world.now - stopped_at > 30 and world.decode.stopped_at is None:
+            world._decode_does(world.decode.side.on_gone(world.prefill.side.run, world.now))
+
+    patch.setitem(globals(), "_CHAOS", [(suspect if f is World.suspect else f, w) for f, w in _CHAOS])
+
+
+def _decode_trusts_its_clock(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(landing, "LOOK_S", float("inf"))
+
+
+@pytest.mark.parametrize("trust", [_a_silent_prefill_is_taken_for_dead, _decode_trusts_its_clock])
+def test_trust_in_a_clock_that_ran_while_somebody_stood_still_is_found(
+    trust: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trust(monkeypatch)
+    for seed in range(_SEEDS):
+        try:
+            explore(seed)
+        except Violation as violation:
+            found = str(violation)
+            break
+    else:
+        pytest.fail("no seed noticed")
+    assert "a write" in found
 
 
 def test_every_state_and_event_is_given() -> None:

@@ -83,6 +83,13 @@ class Pair:
             return
         self.handle(self.decode.on_verified(T, "", self.now))
 
+    def frees_at(self) -> float:
+        """When decode gives the blocks back, where its clock is looked at as it asks for."""
+        while (due := self.decode.next_due()) is not None:
+            if FreeBlocks(T) in self.decode.tick(due):
+                return due
+        raise AssertionError("never")
+
     def kinds(self) -> list[type]:
         return [type(effect) for effect in self.done]
 
@@ -154,10 +161,9 @@ def test_a_dead_prefill_s_blocks_wait_until_what_it_sent_has_landed() -> None:
     pair.to(State.TRANSFERRING)
     pair.handle(pair.decode.on_gone(Run(0, 11), 0.5))
     assert pair.kinds()[-1] is Recompute
-    assert pair.decode.tick(2.4) == []
-    assert pair.decode.next_due() == 2.5
-    assert pair.decode.tick(2.5) == [FreeBlocks(T)]
-    assert pair.decode.num_live == 0
+    assert pair.decode.num_fenced_blocks() == 1
+    assert pair.frees_at() == pytest.approx(2.5)
+    assert pair.decode.num_live == pair.decode.num_fenced_blocks() == 0
 
 
 def test_what_a_failed_call_had_sent_may_still_land() -> None:
@@ -167,8 +173,38 @@ def test_what_a_failed_call_had_sent_may_still_land() -> None:
     pair.now = 0.5
     pair.handle(pair.prefill.on_closed(T, 0.5, may_land=True))
     assert pair.kinds()[-2:] == [Recompute, FreeBlocks], "prefill's own"
-    assert pair.decode.tick(2.4) == []
-    assert pair.decode.tick(2.5) == [FreeBlocks(T)]
+    assert pair.frees_at() == pytest.approx(2.5)
+
+
+def test_what_was_sent_does_not_land_in_a_process_that_stands_still() -> None:
+    pair = Pair()
+    pair.to(State.TRANSFERRING)
+    pair.handle(pair.decode.on_gone(Run(0, 11), 0.0))
+    # It is stopped a moment later, and goes on when its time would be over: what its sockets hold comes now.
+    for at in (0.1, 0.2, 100.0):
+        assert pair.decode.tick(at) == []
+    assert pair.frees_at() == pytest.approx(101.6)
+
+
+def test_a_run_that_is_only_silent_keeps_its_blocks_from_others_until_it_says_a_word() -> None:
+    pair = Pair()
+    pair.to(State.TRANSFERRING)
+    pair.handle(pair.decode.on_failed(T, "silent", 0.5))
+    asks = []
+    while (due := pair.decode.next_due()) is not None and due < 3600.0:
+        effects = pair.decode.tick(due)
+        assert FreeBlocks(T) not in effects
+        asks.append(due)
+    assert pair.decode.num_fenced_blocks(0.4) == 0
+    assert pair.decode.num_fenced_blocks(0.5) == 1
+    assert asks[0] == pytest.approx(0.7)
+    assert len(asks) < 3600 / 4  # it is asked seldom in the end
+    # It goes on: it ends the call that it stood in, and finds its lease over.
+    pair.now = 3600.0
+    pair.handle(pair.prefill.tick(pair.now))
+    pair.handle(pair.prefill.on_closed(T, pair.now))
+    assert FreeBlocks(T) in pair.done
+    assert pair.decode.num_live == 0
 
 
 def test_an_offer_that_comes_after_its_sender_s_end_is_computed() -> None:

@@ -110,7 +110,7 @@ class Workers:
                     blocks = self.reserved[offer.transfer_id] = self.pool.allocate(3)
                     self.do(self.decode, self.decode.on_room(offer.transfer_id, list(blocks), 0, 0.0))
                 case StartWrites(reserved):
-                    self.writer.start(reserved, BLOCKS, NUM_TOKENS)
+                    self.writer.start(reserved, BLOCKS, NUM_TOKENS, float("inf"))
                     for layer in range(3):
                         self.writer.computed(reserved.transfer_id, range(NUM_TOKENS), range(layer, layer + 1))
                     self.writer.complete(reserved.transfer_id)

@@ -79,7 +79,7 @@ def hand_over(
     reserved, words, checks = target.reserved(theirs, first), Words(), list[ContentCheck]()
     with writers(source, words) as opened:
         for writer in opened:
-            writer.start(reserved, ours, num_tokens)
+            writer.start(reserved, ours, num_tokens, float("inf"))
         for start in range(0, num_tokens, 13):
             for layer in range(source.layout.num_layers):
                 for writer in opened:
@@ -213,9 +213,15 @@ def test_pools_that_are_not_as_large_as_they_say_are_refused() -> None:
         KVPool.of(shape, good, short)
 
 
-def begin(writer: Writer, target: Side, epoch: int = 22, transfer_id: bytes = TRANSFER) -> None:
+def begin(
+    writer: Writer,
+    target: Side,
+    epoch: int = 22,
+    transfer_id: bytes = TRANSFER,
+    until: float = float("inf"),
+) -> None:
     reserved = replace(target.reserved([4, 2, 9], epoch=epoch), transfer_id=transfer_id)
-    writer.start(reserved, [1, 5, 3], 40)
+    writer.start(reserved, [1, 5, 3], 40, until)
     writer.computed(transfer_id, range(40), range(3))
     writer.complete(transfer_id)
 
@@ -256,6 +262,28 @@ def test_a_stop_waits_for_the_call_that_runs_and_begins_no_other() -> None:
         assert writer.counters.num_calls == 1
 
 
+def test_no_call_begins_after_the_lease_though_nobody_says_stop() -> None:
+    """As in a process that was stopped in the midst of a call, and goes on long after."""
+    goes_on = threading.Event()
+
+    def wait(copy: Copy) -> Fault:
+        assert goes_on.wait(20)
+        return Fault.NONE
+
+    source, target = pair(layout(), layout(), MemoryNetwork(wait))
+    words = Words()
+    with writers(source, words) as [writer]:
+        lease_s = 0.2
+        begin(writer, target, until=time.monotonic() + lease_s)
+        time.sleep(2 * lease_s)
+        goes_on.set()
+        assert words.next() == ("failed", "lease")
+        assert writer.counters.num_calls == 1
+        writer.stop(TRANSFER)
+        assert words.next() == ("closed", False)
+        assert writer.counters.num_calls == 1
+
+
 def test_a_decode_worker_that_stands_still_holds_up_no_other() -> None:
     goes_on = threading.Event()
     network = MemoryNetwork()
@@ -291,9 +319,9 @@ def test_calls_are_bounded_and_counted() -> None:
         assert counters.num_calls >= counters.num_bytes / LIMITS.max_call_bytes
         assert counters.bytes_per_s > 0
         reserved = target.reserved([4, 2, 9])
-        writer.start(reserved, [1, 5, 3], 40)
+        writer.start(reserved, [1, 5, 3], 40, float("inf"))
         with pytest.raises(ValueError, match="is written already"):
-            writer.start(reserved, [1, 5, 3], 40)
+            writer.start(reserved, [1, 5, 3], 40, float("inf"))
 
 
 def test_a_thread_ends_with_its_run_and_its_transfers() -> None:

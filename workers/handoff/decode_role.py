@@ -8,9 +8,18 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from schemas.clock import epoch_ms
-from schemas.fleet import FleetView
+from schemas.fleet import FleetEvent, FleetView
 from schemas.handoff_records import Message, WorkerRole
-from schemas.records import Dispatch, Handoff, InferenceRequest, Offer, PoolRank, TransferEnded, WorkerStatus
+from schemas.records import (
+    Dispatch,
+    Handoff,
+    InferenceRequest,
+    Left,
+    Offer,
+    PoolRank,
+    TransferEnded,
+    WorkerStatus,
+)
 from workers.engine import EngineThread
 from workers.handoff.decode_blocks import DecodeBlocks
 from workers.handoff.decode_side import DecodeSide
@@ -26,9 +35,18 @@ from workers.request import FinishReason, Request
 
 log = logging.getLogger(__name__)
 
-# A run that is silent, or whose slot another one has, may have been stopped in the midst of a write, and go
-# on. One whose parent said that it left cannot.
+# A run that is silent may have been stopped in the midst of a write, and go on at any time: what it may write
+# to waits until it does, or is said to have left. Its slot is given to another when it has ended, though
+# maybe nobody has said so; this much longer is for one that was started beside it.
 _MAY_WAKE_S = 30.0
+# So much of the pool may wait for runs that nobody hears, for so long. A new life of this one has memory that
+# none of them knows, and its own streams go on elsewhere.
+_FENCED_SHARE = 0.5
+_FENCED_S = 120.0
+
+
+class FencedError(RuntimeError):
+    """Too much of the pool is kept for writes of others that may never come."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +93,10 @@ class DecodeRole(HandoffRole):
         )
         thread.engine.watcher = self._blocks
 
+    @property
+    def num_fenced_blocks(self) -> int:
+        return self._decode.num_fenced_blocks()
+
     def tell(self, status: WorkerStatus) -> None:
         super().tell(status)
         now = self._clock()
@@ -103,6 +125,20 @@ class DecodeRole(HandoffRole):
     async def close(self) -> None:
         await super().close()
         self._verifier.shutdown(wait=False, cancel_futures=True)
+
+    def on_fleet_event(self, event: FleetEvent, offset: int) -> None:
+        super().on_fleet_event(event, offset)
+        if isinstance(event, Left) and event.role == "worker":
+            # Maybe an earlier life than the one that has the slot now.
+            self._do(self._decode.on_gone(Run(event.slot, event.epoch), self._clock()))
+
+    def check(self, now: float) -> None:
+        fenced, most = self._decode.num_fenced_blocks(now - _FENCED_S), self._pool.shape.num_blocks
+        if fenced > _FENCED_SHARE * most:
+            raise FencedError(
+                f"{fenced} of {most} blocks wait for writes of workers that are not heard of: if those are "
+                "gone for good, start their slots again"
+            )
 
     def _cancel(self, request_id: bytes, attempt: int) -> None:
         for incoming in self._of(request_id, attempt):
@@ -226,12 +262,11 @@ class DecodeRole(HandoffRole):
     def _look_at(self, peer: Run, now: float) -> list[Effect]:
         gone = self._gone(peer)
         if gone.startswith("left"):
-            return self._decode.on_gone(peer, now)
-        if not gone:
             self._may_wake_until.pop(peer, None)
-            if not self._fleet.computes_wrong(peer.slot, peer.epoch):
-                return []
-        elif now >= self._may_wake_until.setdefault(peer, now + _MAY_WAKE_S):
+            return self._decode.on_gone(peer, now)
+        if not gone and not self._fleet.computes_wrong(peer.slot, peer.epoch):
+            return []
+        if gone.startswith("superseded") and now >= self._may_wake_until.setdefault(peer, now + _MAY_WAKE_S):
             del self._may_wake_until[peer]
             return self._decode.on_gone(peer, now)
         effects: list[Effect] = []

@@ -21,6 +21,7 @@ from workers.handoff.effects import (
     Verify,
 )
 from workers.handoff.ended_messages import ended
+from workers.handoff.landing import Landing
 from workers.handoff.layout import refusal
 from workers.handoff.side import Side
 from workers.handoff.states import DECODE, Action, Event, State
@@ -37,8 +38,9 @@ class _Incoming:
     block_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     handoff: Handoff | None = None
-    landed_at: float | None = None
+    landing: Landing | None = None
     ask_at: float | None = None
+    ask_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -46,9 +48,9 @@ class DecodeSide(Side[_Incoming]):
     """The transfers that a run is offered. Not thread-safe.
 
     `ranks` says where its pools are. `landing_s` is how long what was sent may take to land after a failure,
-    or its sender's end.
-    `ask_again_s`: how often prefill is asked whether its writes are closed. `remember_s` is longer than any
-    message may be late.
+    or its sender's end, while this process runs. `ask_again_s`: after which prefill is asked whether its
+    writes are closed; each time after twice as long, up to `ask_again_at_most_s`. `remember_s` is longer than
+    any message may be late.
     """
 
     peer_gone: ClassVar[str] = "prefill_gone"
@@ -58,6 +60,7 @@ class DecodeSide(Side[_Incoming]):
     ranks: list[PoolRank]
     landing_s: float = 2.0
     ask_again_s: float = 0.2
+    ask_again_at_most_s: float = 5.0
     remember_s: float = 600.0
     _live: dict[bytes, _Incoming] = field(default_factory=dict)
     _over: Over = field(default_factory=Over)
@@ -70,6 +73,11 @@ class DecodeSide(Side[_Incoming]):
     def num_fenced(self) -> int:
         """Transfers that are over, and whose blocks a write may still land in."""
         return sum(i.transfer.is_over for i in self._live.values())
+
+    def num_fenced_blocks(self, since: float = float("inf")) -> int:
+        """What these keep from others, of transfers that were over by `since`."""
+        ended = ((i.transfer.ended_at, len(i.block_ids)) for i in self._live.values())
+        return sum(num_blocks for at, num_blocks in ended if at is not None and at <= since)
 
     def on_offer(self, offer: Offer, recompute_by: float, now: float) -> list[Effect]:
         """A request with a promise of its KV. A second time: nothing."""
@@ -149,11 +157,12 @@ class DecodeSide(Side[_Incoming]):
             if event := incoming.transfer.due(now):
                 reason = "no_blocks" if event is Event.RESERVE_DEADLINE else "deadline"
                 effects += self._handle(incoming, event, now, reason)
-            elif incoming.landed_at is not None:
-                if now >= incoming.landed_at:
+            elif incoming.landing is not None:
+                if incoming.landing.is_over(now):
                     effects += self._handle(incoming, Event.LANDED, now)
             elif incoming.ask_at is not None and now >= incoming.ask_at:
-                incoming.ask_at = now + self.ask_again_s
+                incoming.ask_s = min(2 * incoming.ask_s, self.ask_again_at_most_s)
+                incoming.ask_at = now + incoming.ask_s
                 effects += self._handle(incoming, Event.ASK_AGAIN, now)
         self._ended.forget(now)
         return effects
@@ -162,7 +171,8 @@ class DecodeSide(Side[_Incoming]):
         """When `tick` has something to do next."""
         times: list[float | None] = []
         for incoming in self._live.values():
-            waits = incoming.landed_at if incoming.landed_at is not None else incoming.ask_at
+            landing = incoming.landing
+            waits = incoming.ask_at if landing is None else landing.next_look
             times.append(waits if incoming.transfer.is_over else incoming.transfer.next_due())
         return min((t for t in times if t is not None), default=None)
 
@@ -191,7 +201,8 @@ class DecodeSide(Side[_Incoming]):
             self._live.pop(transfer.transfer_id, None)
             self._ended.note(transfer.transfer_id, now)
         elif transfer.is_over and incoming.ask_at is None:
-            incoming.ask_at = now + self.ask_again_s
+            incoming.ask_s = self.ask_again_s
+            incoming.ask_at = now + incoming.ask_s
         return effects
 
     def _act(self, incoming: _Incoming, action: Action, now: float) -> list[Effect]:
@@ -215,8 +226,8 @@ class DecodeSide(Side[_Incoming]):
             case Action.SEND_ENDED:
                 return [ended(transfer, self.run)]
             case Action.AWAIT_LANDING:
-                if incoming.landed_at is None:
-                    incoming.landed_at = now + self.landing_s
+                if incoming.landing is None:
+                    incoming.landing = Landing(self.landing_s, now)
                 return []
             case Action.SEND_HANDOFF | Action.START_WRITES | Action.STOP_WRITES | Action.STOP_PREFILL:
                 raise AssertionError(f"{action} is not decode's")

@@ -39,6 +39,8 @@ class HandoffMetrics:
         yield outcomes
         live = "Handoffs that are not over, or hold blocks."
         yield GaugeMetricFamily("headrace_handoffs_live", live, role.num_live)
+        fenced = "Blocks of handoffs that are over, kept because a write may still land in them."
+        yield GaugeMetricFamily("headrace_handoff_fenced_blocks", fenced, role.num_fenced_blocks)
         written = self.written
         if written is None:
             return

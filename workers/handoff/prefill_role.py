@@ -111,7 +111,8 @@ class PrefillRole(HandoffRole):
         self.on_whole(dispatch)
         error = request_error(wanted, self._model, self._vocab_size)
         num_tokens = len(wanted.prompt_token_ids) + len(wanted.output_token_ids)
-        source = Source(pairing.transfer_id, num_tokens, self.writer)
+        until = time.monotonic() + pairing.lease_ms / 1000
+        source = Source(pairing.transfer_id, num_tokens, self.writer, until)
         outgoing = _Outgoing(dispatch, _prompt_of(dispatch, is_valid=not error), source)
         self._outgoing[pairing.transfer_id] = outgoing
         self._by_request[outgoing.request] = outgoing

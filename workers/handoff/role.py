@@ -67,6 +67,11 @@ class HandoffRole(ABC):
         return self._side.num_live
 
     @property
+    def num_fenced_blocks(self) -> int:
+        """Blocks here that another run may still write to, though its transfer is over."""
+        return 0
+
+    @property
     def is_idle(self) -> bool:
         """Nothing of it holds up the end of the run."""
         return self._sender.is_empty

@@ -10,12 +10,13 @@ class Source:
     """Thread-safe, and nothing waits: the engine's thread says what is stored, the event loop when to write.
 
     `block_ids` are the blocks of its tokens, in order. They grow as the engine takes them, before anything
-    that lies there is said to be stored.
+    that lies there is said to be stored. Nothing is written after `until` (s of the monotonic clock).
     """
 
-    def __init__(self, transfer_id: bytes, num_tokens: int, writer: Writer) -> None:
+    def __init__(self, transfer_id: bytes, num_tokens: int, writer: Writer, until: float) -> None:
         self.transfer_id = transfer_id
         self.num_tokens = num_tokens
+        self._until = until
         self.block_ids: list[int] = []
         self._writer = writer
         self._lock = threading.Lock()
@@ -35,7 +36,7 @@ class Source:
     def start(self, reserved: Reserved) -> None:
         """Writes what is stored, and what will be."""
         with self._lock:
-            self._writer.start(reserved, self.block_ids, self.num_tokens)
+            self._writer.start(reserved, self.block_ids, self.num_tokens, self._until)
             self._is_writing = True
             for tokens, layers in self._stored:
                 self._writer.computed(self.transfer_id, tokens, layers)

@@ -85,23 +85,31 @@ class Chunk:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One transfer in a lane. Only the lane's thread touches it."""
+    """One transfer in a lane. Only the lane's thread touches it. No call begins after `until` (s of the
+    monotonic clock): a process that was stopped may go on long after the lease."""
 
     reserved: Reserved
     block_ids: list[int]
     num_tokens: int
     targets: list[Target]
+    until: float
     chunks: deque[Chunk] = field(default_factory=deque)
     running: Iterator[Call] | None = None
     computed_at: float = 0.0
     is_complete: bool = False
     stopping: bool = False
+    expired: bool = False
     failed: bool = False
     closes_at: float = 0.0
 
     @property
     def transfer_id(self) -> bytes:
         return self.reserved.transfer_id
+
+    @property
+    def is_over(self) -> bool:
+        """No call of it begins any more."""
+        return self.failed or self.expired or self.stopping
 
 
 class WriteLane:
@@ -175,7 +183,10 @@ class WriteLane:
 
     def _turn(self, job: Job) -> bool:
         """One call of a transfer, or its end. Returns whether it may have more to do at once."""
-        if job.failed or job.stopping:
+        if not job.is_over and time.monotonic() >= job.until:
+            job.expired = True
+            self._events.failed(job.transfer_id, "lease")
+        if job.is_over:
             if job.stopping and time.monotonic() >= job.closes_at:
                 self._forget(job)
                 self._events.closed(job.transfer_id, job.failed)

@@ -29,12 +29,13 @@ class Writer:
         self._lanes: dict[tuple[int, int], WriteLane] = {}
         self._jobs: dict[bytes, WriteLane] = {}
 
-    def start(self, reserved: Reserved, block_ids: list[int], num_tokens: int) -> None:
+    def start(self, reserved: Reserved, block_ids: list[int], num_tokens: int, until: float) -> None:
         """Begins a transfer of `num_tokens` tokens, without those that decode has, from blocks `block_ids`.
+        What is not written by `until` (s of the monotonic clock) fails.
 
         Raises ValueError if it runs already.
         """
-        job = Job(reserved, block_ids, num_tokens, targets(reserved))
+        job = Job(reserved, block_ids, num_tokens, targets(reserved), until)
         run = (reserved.decode_slot, reserved.decode_epoch)
         with self._lock:
             if reserved.transfer_id in self._jobs:
