@@ -9,13 +9,20 @@ from dataclasses import replace
 from gateway.actions import Action, Announce, Reply, SendRequest
 from gateway.attendance import abandoned
 from gateway.ends import REQUEST_TOO_LARGE, error_of
-from gateway.owned_request import ENGINE_FAULT, OwnedRequest
+from gateway.owned_request import OwnedRequest
 from gateway.replay import RETRY_WAIT_MS
 from gateway.resend import MAX_RESENDS, should_send_again
 from schemas.api.errors import ApiError
 from schemas.fleet import FleetView
 from schemas.records import Attach, Claim, Completion, Failed, PartitionStatus, Rejected, Retry
-from schemas.stream_state import DEADLINE_EXCEEDED, PREFILL_LOST, RETRYABLE_FINISHES, Effect, Run
+from schemas.stream_state import (
+    DEADLINE_EXCEEDED,
+    ENGINE_FAULT,
+    PREFILL_LOST,
+    RETRYABLE_FINISHES,
+    Effect,
+    Run,
+)
 
 NO_SIGN_MS = 3_000
 STALLED_MS = 500  # some heartbeats: a worker gets over a step that lasts a little too long
@@ -118,11 +125,7 @@ class Lifecycle:
         if owned.sign_clock is None or owned.sign_at != owned.state.last_sign_at:
             owned.sign_at, owned.sign_clock = owned.state.last_sign_at, self.clock
         if view.computes_wrong(run.slot, run.epoch):
-            message = "the worker that ran this request computed wrong tokens"
-            if len(owned.state.token_ids) > owned.state.num_carried:
-                # What was told may be wrong already: nothing is built on it, and nobody pays for it.
-                return self._fail(owned, ENGINE_FAULT, message)
-            return self._lose(owned, ENGINE_FAULT, message)
+            return self._distrust(owned, "the worker that ran this request computed wrong tokens")
         if not view.stalled(run.slot, run.epoch):
             owned.stalled_clock = None
         elif owned.stalled_clock is None:
@@ -145,6 +148,12 @@ class Lifecycle:
         if not view.computes_wrong(*prefill) and view.gone("worker", *prefill) is None:
             return []
         return self._lose(owned, PREFILL_LOST, "the worker that was to compute its prompt was lost")
+
+    def _distrust(self, owned: OwnedRequest, message: str) -> list[Action]:
+        """What the run has told may be wrong: nothing is built on it, and nobody pays for it."""
+        if len(owned.state.token_ids) > owned.state.num_carried:
+            return self._fail(owned, ENGINE_FAULT, message)
+        return self._lose(owned, ENGINE_FAULT, message)
 
     def on_effect(
         self,
@@ -218,7 +227,9 @@ class Lifecycle:
             if owned.retrying or owned.cancelled is None:
                 # Only the attempt is over.
                 text = end.message or "the worker cancelled this request"
-                if end.finish_reason == "error":
+                if end.finish_reason == ENGINE_FAULT:
+                    actions += self._distrust(owned, text)
+                elif end.finish_reason == "error":
                     actions += self._fail(owned, "engine_error", text)
                 else:
                     actions += self._lose(owned, "worker_cancelled", text)

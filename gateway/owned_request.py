@@ -7,9 +7,7 @@ from gateway.idempotency import Joined
 from gateway.reader import Reader
 from schemas.headers import ReplyTo, reply_headers
 from schemas.records import Cancellation, Completion, Failed, InferenceRequest, RateLimit, Rejected, Usage
-from schemas.stream_state import Run, StreamState
-
-ENGINE_FAULT = "engine_fault"
+from schemas.stream_state import ENGINE_FAULT, Run, StreamState
 
 
 def sealed_by_owner(state: StreamState) -> bool:

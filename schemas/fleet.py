@@ -163,6 +163,14 @@ class FleetView:
             return False
         return member.left == LEFT_CANARY_FAILED or _canary(member) == CanaryStatus.FAILED
 
+    def canary_passed(self, slot: int, epoch: int) -> int:
+        """The last run of that run's canary that passed, by its own word."""
+        member = self._members.get(("worker", slot))
+        if member is None or member.epoch != epoch or member.heartbeat is None:
+            return 0
+        status = member.heartbeat.worker
+        return 0 if status is None else status.canary_passed
+
     def stalled(self, slot: int, epoch: int) -> bool:
         """Whether that run says that a step lasts too long. It may get over it."""
         member = self._members.get(("worker", slot))

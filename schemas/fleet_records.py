@@ -39,6 +39,7 @@ class WorkerStatus:
     kv_layout: KVLayout | None = None
     transfer_bytes_per_s: float = 0.0
     handoffs: list[bytes] = field(default_factory=list)
+    canary_passed: int = 0
 
 
 @dataclass(slots=True)

@@ -81,6 +81,7 @@ class Handoff:
     first_token_logprobs: TokenLogprobs | None = None
     num_cached_tokens: int = 0
     content_checks: list[ContentCheck] = field(default_factory=list)
+    canary: int = -1
 
 
 @dataclass(slots=True)

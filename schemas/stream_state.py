@@ -23,8 +23,10 @@ from schemas.records import (
 )
 from schemas.token_records import TokenChunk
 
+# What a run says of output that it takes for wrong by now, and an owner of what it cannot build on.
+ENGINE_FAULT = "engine_fault"
 # After these the attempt is over but the request need not be: its owner may still send a Retry.
-RETRYABLE_FINISHES = frozenset({"cancelled", "error"})
+RETRYABLE_FINISHES = frozenset({"cancelled", "error", ENGINE_FAULT})
 # The reason of a Cancellation, and the code of the end that comes of it.
 DEADLINE_EXCEEDED = "deadline_exceeded"
 # The reason of a Retry because the run is gone that was to compute the prompt. It counts only while the bound

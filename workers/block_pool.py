@@ -66,6 +66,17 @@ class BlockPool:
         """Whether a block can be found under the hash."""
         return block_hash in self._cached
 
+    def hash_of(self, block: int) -> bytes | None:
+        """Under which it is cached; None if it is not."""
+        return self._hashes[block]
+
+    def forget_cached(self) -> None:
+        """No block is found by its hash any more. Those who hold one keep it."""
+        self._hashes = [None] * self.num_blocks
+        self._cached.clear()
+        self._free += self._free_cached
+        self._free_cached.clear()
+
     def num_free_among(self, blocks: Iterable[int]) -> int:
         """How many of the distinct `blocks` are free."""
         ref_cnt = self._ref_cnt

@@ -14,6 +14,8 @@ from workers.request import FinishReason, Request, RequestOutput
 
 log = logging.getLogger(__name__)
 
+NO_CANARY = -1
+"""In the place of the number of a run: there are none."""
 CANARY_REQUEST_ID = b"headrace-canary\0"
 # Shared by nobody: the canary must not stand still with a reply partition that does.
 _REPLY_PARTITION = -1
@@ -32,12 +34,17 @@ class Canary:
     """At most one run at a time. `known` are the right output tokens; None until a first run was taken for
     right.
 
+    `num_begun` runs have begun; `passed` is the number of the last that came to a good end, 0 if none has.
+    The first run of an engine counts as any.
+
     A run that ends early, because the engine refused it or its place was taken, says nothing.
     """
 
     def __init__(self, prompt_token_ids: Sequence[int], known: Sequence[int] | None = None) -> None:
         self.known = None if known is None else list(known)
         self._prompt_token_ids = list(prompt_token_ids)
+        self.num_begun = 0
+        self.passed = 0
         self._running: Request | None = None
         self._found: list[int] = []
 
@@ -76,13 +83,16 @@ class Canary:
             raise CanaryFailedError(f"the canary gave the tokens {found}, right are {known}")
         if output.finish_reason is not None:
             self._running = None
-            if output.finish_reason is not FinishReason.LENGTH:
+            if output.finish_reason is FinishReason.LENGTH:
+                self.passed = self.num_begun
+            else:
                 reason = {"reason": str(output.finish_reason), "error": output.error}
                 log.warning("the canary did not run", extra=reason)
 
     def _make_request(self, logprobs: int | None = None) -> Request:
         num_tokens = NUM_LEARNED_TOKENS if self.known is None else len(self.known)
         self._found = []
+        self.num_begun += 1
         self._running = Request(
             request_id=CANARY_REQUEST_ID,
             attempt=0,  # any real attempt of such an id would go first

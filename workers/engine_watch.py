@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from schemas.fleet import CanaryStatus
-from workers.canary import Canary
+from workers.canary import NO_CANARY, Canary
 from workers.request import Request, RequestOutput
 
 
@@ -33,6 +33,16 @@ class EngineWatch:
         self._add = add
         self._stall_s = stall_s
         self._stall_exit_s = stall_exit_s
+
+    @property
+    def canaries_begun(self) -> int:
+        """Runs of the canary so far; NO_CANARY without one."""
+        return NO_CANARY if self._canary is None or not self._canary.known else self._canary.num_begun
+
+    @property
+    def canary_passed(self) -> int:
+        """The number of its last run that passed; 0 for none."""
+        return 0 if self._canary is None else self._canary.passed
 
     def status(self, now: float) -> CanaryStatus:
         if self.failed:

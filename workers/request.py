@@ -34,6 +34,7 @@ class FinishReason(StrEnum):
 
     STOP: an end or stop token. LENGTH: max_tokens or the context is reached. CANCELLED: asked for. ERROR:
     refused, see `RequestOutput.error`. SUPERSEDED: a higher attempt came; nobody waits for this one.
+    ENGINE_FAULT: it goes on from what somebody computed wrong.
     """
 
     STOP = "stop"
@@ -41,6 +42,7 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     ERROR = "error"
     SUPERSEDED = "superseded"
+    ENGINE_FAULT = "engine_fault"
 
 
 class StopChecker(Protocol):

@@ -23,7 +23,7 @@ from workers.live_requests import End, LiveRequest, LiveRequests
 from workers.metrics import WorkerMetrics
 from workers.outbox import Outbox
 from workers.preparation import Preparation
-from workers.request import Request, RequestOutput
+from workers.request import FinishReason, Request, RequestOutput
 from workers.runners import LoadedEngine
 from workers.sketch_beat import SketchBeat
 from workers.text_rules import TextRules
@@ -136,6 +136,14 @@ class Serving:
     def is_cancelled(self, dispatch: Dispatch) -> bool:
         return self._live.is_cancelled(dispatch.request, time.monotonic())
 
+    @property
+    def canaries_begun(self) -> int:
+        return self._watch.canaries_begun
+
+    def disown(self, request: Request) -> None:
+        if (live := self._live.of(request)) is not None:
+            self.end(live, End(FinishReason.ENGINE_FAULT, "it goes on from what a worker computed wrong"))
+
     def prepare(self, live: LiveRequest) -> None:
         self._preparation.start(live)
 
@@ -230,6 +238,7 @@ class Serving:
             prefix_sketch=self._sketch_beat.sketch(stats.prefix_keys, shared=shared, now=now),
         )
         status.worker_role = self._role.value
+        status.canary_passed = self._watch.canary_passed
         if self.handoffs is not None:
             self.handoffs.tell(status)
         return status

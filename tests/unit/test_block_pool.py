@@ -91,6 +91,23 @@ def test_an_evicted_block_is_not_found_and_can_be_cached_anew() -> None:
     assert pool.find([b"b"]) == [0]
 
 
+def test_what_is_forgotten_is_not_found_and_whoever_holds_it_keeps_it() -> None:
+    pool = BlockPool(4)
+    held, free = pool.allocate(2)
+    pool.cache([held, free], [b"held", b"free"])
+    assert pool.hash_of(held) == b"held"
+    pool.free([free])
+    pool.forget_cached()
+    assert pool.hash_of(held) is None
+    assert pool.find([b"held"]) == pool.find([b"free"]) == []
+    assert (pool.num_free_blocks, pool.num_cached_blocks, pool.ref_cnt(held)) == (3, 0, 1)
+    pool.cache([held], [b"anew"])
+    assert pool.find([b"anew"]) == [held]
+    pool.free([held])
+    assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
+    assert pool.evictions == 1
+
+
 def test_the_first_of_two_blocks_with_equal_contents_is_the_one_that_is_found() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(2)

@@ -2,7 +2,7 @@ import pytest
 
 from workers.canary import Canary
 from workers.engine_watch import EngineStalledError, EngineWatch
-from workers.request import Request
+from workers.request import FinishReason, Request, RequestOutput
 
 
 class Engine:
@@ -50,3 +50,19 @@ def test_one_canary_at_a_time() -> None:
     assert len(engine.added) == 1
     watch(engine, None).start_canary()
     assert len(engine.added) == 1
+
+
+def test_says_how_many_canaries_began_and_which_passed() -> None:
+    engine = Engine()
+    assert watch(engine, None).canaries_begun == watch(engine, Canary([1], [])).canaries_begun == -1
+    fit = watch(engine, Canary([1], [2]))
+    assert (fit.canaries_begun, fit.canary_passed) == (0, 0)
+    for number, (reason, passed) in enumerate(
+        [(FinishReason.LENGTH, 1), (FinishReason.CANCELLED, 1), (FinishReason.LENGTH, 3)], 1
+    ):
+        fit.start_canary()
+        fit.start_canary()
+        assert fit.canaries_begun == number
+        token_ids = [2] if reason is FinishReason.LENGTH else []
+        fit.on_output(RequestOutput(engine.added[-1], 0, token_ids, reason))
+        assert fit.canary_passed == passed  # one that ends early says nothing

@@ -1,7 +1,10 @@
 """Silence on the log's clock: nobody is accused by a stalled broker or a watcher that slept."""
 
+from dataclasses import replace
+
 from schemas.fleet import FleetView, LogClock
 from schemas.records import Drain, Heartbeat, Join, Left
+from tests.fleet_driver import worker_status
 
 
 def beat(role: str, slot: int, epoch: int) -> Heartbeat:
@@ -94,3 +97,13 @@ def test_the_clock_never_runs_backwards() -> None:
         150,
         350,
     ]
+
+
+def test_which_canary_passed_is_that_run_s_own_word() -> None:
+    view = FleetView()
+    assert view.canary_passed(0, 2) == 0
+    status = replace(worker_status("simulated"), canary_passed=7)
+    view.on_heartbeat(Heartbeat("worker", 0, 2, b"", worker=status), 1_000)
+    assert (view.canary_passed(0, 2), view.canary_passed(0, 3)) == (7, 0)
+    view.on_event(Left("worker", 0, 2, "killed"), 9)
+    assert view.canary_passed(0, 2) == 7

@@ -231,6 +231,24 @@ def test_what_a_worker_that_computes_wrong_has_told_is_not_built_on() -> None:
             assert retry(actions).attempt == 2
 
 
+def test_what_a_worker_itself_disowns_is_not_built_on() -> None:
+    """It went on from KV that another had computed wrong."""
+    for told in (b"", b"ab"):
+        desk = Desk()
+        desk.dispatched()
+        desk.tokens(0, told)
+        actions = desk.complete(len(told), "engine_fault")
+        if told:
+            assert failure(actions).code == "engine_fault"
+            usage = bill(desk.read_back(actions))
+            assert (usage.sealed, usage.input_tokens, usage.output_tokens) == (True, 0, 0)
+            assert isinstance(desk.reader.end, ApiError)
+            assert (desk.reader.end.status, desk.reader.end.code) == (502, "engine_fault")
+        else:
+            assert retry(actions).attempt == 2
+            assert desk.read_back(actions)[-1] == SendRequest(desk.owned)
+
+
 def test_what_a_healthy_worker_told_outlives_one_that_computes_wrong() -> None:
     desk = Desk()
     desk.dispatched()

@@ -98,7 +98,8 @@ class Workers:
                 self.do(self.prefill, self.prefill.on_failed(named, str(told), 0.0))
             else:
                 self.do(self.prefill, self.prefill.on_closed(named, 0.0, may_land=bool(told)))
-        self.do(self.decode, self.decode.tick(1.0))
+        while (due := self.decode.next_due()) is not None and due <= 1.5:
+            self.do(self.decode, self.decode.tick(due))
         return self.outcome[transfer_id]
 
     def do(self, side: PrefillSide | DecodeSide, effects: list[Effect]) -> None:

@@ -162,7 +162,7 @@ def test_a_completion_that_came_first_wins_over_a_retry() -> None:
     assert s.attempt == 1
 
 
-@pytest.mark.parametrize("reason", ["cancelled", "error"])
+@pytest.mark.parametrize("reason", ["cancelled", "error", "engine_fault"])
 def test_a_failed_attempt_may_be_retried(reason: str) -> None:
     s = state(owner_epoch=OWNER)
     s.apply_chunk(A, chunk(0, 7))

@@ -30,6 +30,7 @@ from workers.handoff.layout import Place
 from workers.handoff.role import HandoffRole, Host
 from workers.handoff.sender import HandoffSender
 from workers.handoff.transfer import TOLD_S, Run
+from workers.handoff.vouching import Vouching
 from workers.live_requests import End, LiveRequest
 from workers.request import FinishReason, Request
 
@@ -87,9 +88,13 @@ class DecodeRole(HandoffRole):
         self._by_request: dict[Request, _Incoming] = {}
         self._told_until: dict[bytes, float] = {}
         self._may_wake_until: dict[Run, float] = {}
+        self._vouching = Vouching()
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="kv-verifier")
         self._blocks = DecodeBlocks(
-            thread.engine, partial(self._call_soon, self._on_room), partial(self._call_soon, self._fail)
+            thread.engine,
+            partial(self._call_soon, self._on_room),
+            partial(self._call_soon, self._fail),
+            partial(self._call_soon, self._on_doubted),
         )
         thread.engine.watcher = self._blocks
 
@@ -131,6 +136,23 @@ class DecodeRole(HandoffRole):
         if isinstance(event, Left) and event.role == "worker":
             # Maybe an earlier life than the one that has the slot now.
             self._do(self._decode.on_gone(Run(event.slot, event.epoch), self._clock()))
+
+    def on_fleet_change(self) -> None:
+        super().on_fleet_change()
+        for peer in self._vouching.peers():
+            self._hear_canary(peer)
+
+    def _hear_canary(self, peer: Run) -> None:
+        if vouched := self._vouching.passed(peer, self._fleet.canary_passed(peer.slot, peer.epoch)):
+            self._thread.call(partial(self._blocks.vouch, vouched))
+        if self._fleet.computes_wrong(peer.slot, peer.epoch):
+            if doubted := self._vouching.over(peer):
+                log.warning("KV that was taken is in doubt", extra={"peer": peer, "transfers": len(doubted)})
+                self.counts["doubted"] += len(doubted)
+                self._thread.call(partial(self._blocks.doubt, doubted))
+        elif self._gone(peer).startswith(("left", "superseded")) and (unheard := self._vouching.over(peer)):
+            # What a run that died otherwise had given stays, as what it had told of its own does.
+            self._thread.call(partial(self._blocks.vouch, unheard))
 
     def check(self, now: float) -> None:
         fenced, most = self._decode.num_fenced_blocks(now - _FENCED_S), self._pool.shape.num_blocks
@@ -197,6 +219,8 @@ class DecodeRole(HandoffRole):
             case Verify(handoff):
                 self._verify(handoff)
             case Adopt(offer, handoff):
+                peer = Run(handoff.prefill_slot, handoff.prefill_epoch)
+                self._vouching.take(offer.transfer_id, peer, handoff.canary)
                 adopt = partial(self._blocks.adopt, offer.transfer_id, handoff)
                 self._ready(offer, lambda: self._thread.call(adopt), "adopted", "")
             case Recompute(offer, reason):
@@ -252,6 +276,10 @@ class DecodeRole(HandoffRole):
         if (incoming := self._incoming.get(transfer_id)) is not None:
             incoming.block_ids, incoming.num_cached_tokens = block_ids, num_cached_tokens
         return self._decode.on_room(transfer_id, block_ids, num_cached_tokens, self._clock())
+
+    def _on_doubted(self, request: Request) -> list[Effect]:
+        self._host.disown(request)
+        return []
 
     def _on_verified(self, transfer_id: bytes, error: str) -> list[Effect]:
         return self._decode.on_verified(transfer_id, error, self._clock())

@@ -228,6 +228,7 @@ class PrefillRole(HandoffRole):
             checks,
             outgoing.request.num_cached_tokens,
             outgoing.first_token_logprobs,
+            self._host.canaries_begun,
         )
         return self._prefill.on_written(transfer_id, written, now)
 

@@ -24,7 +24,8 @@ from workers.handoff.transfer import Ended, Over, Run, Transfer
 class Written:
     """What prefill knows when all is computed, written and acknowledged by the transport.
 
-    `block_ids` are prefill's, in order; `num_cached_tokens` were found in its prefix cache.
+    `block_ids` are prefill's, in order; `num_cached_tokens` were found in its prefix cache. `canary`: as in
+    Handoff.
     """
 
     block_ids: list[int]
@@ -32,6 +33,7 @@ class Written:
     content_checks: list[ContentCheck]
     num_cached_tokens: int = 0
     first_token_logprobs: TokenLogprobs | None = None
+    canary: int = -1
 
 
 @dataclass(slots=True)
@@ -243,6 +245,7 @@ class PrefillSide(Side[_Outgoing]):
             written.first_token_logprobs,
             written.num_cached_tokens,
             written.content_checks,
+            written.canary,
         )
 
 

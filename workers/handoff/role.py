@@ -28,6 +28,13 @@ class Host(Protocol):
     def is_cancelled(self, dispatch: Dispatch) -> bool:
         """Nobody wants it any more."""
 
+    @property
+    def canaries_begun(self) -> int:
+        """Runs of this worker's canary so far; -1: it has none."""
+
+    def disown(self, request: Request) -> None:
+        """What it has told is taken for wrong: it ends, and its owner hears why. Nothing if it has ended."""
+
     def prepare(self, live: LiveRequest) -> None:
         """`on_prepared` or `on_unprepared` follows, maybe at once."""
 
