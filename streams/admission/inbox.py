@@ -15,6 +15,9 @@ from schemas.topics import priority_of
 CAPACITY = 16_384
 # Of so many records one is of the lowest class that waits: it goes slowly, and does not stand.
 FLOOR = 16
+# So many of the highest class are taken together, or of another, for which one that comes meanwhile waits.
+# Taken one by one each goes to the broker and back alone, which costs as much as to decide about it.
+MOST, MOST_BELOW = 16, 4
 # Once in so many records those that the consumer holds are gathered, this many at most: else it hands one
 # over for each that is taken, and its order is the order again. It takes a few turns of the loop for each.
 _GATHER_EVERY = 8
@@ -29,7 +32,7 @@ class Inbox:
         self._capacity = capacity
         self._by_class: tuple[deque[Any], ...] = tuple(deque() for _ in PriorityClass)
         self._count = 0
-        self._turn = 0
+        self._ungathered = self._since_lowest = 0
         self._came = asyncio.Event()
         self._room = asyncio.Event()
 
@@ -42,20 +45,27 @@ class Inbox:
         self._count += 1
         self._came.set()
 
-    async def take(self) -> Any:
-        """The next one. Always lets others run meanwhile, who may put one that comes before it."""
-        self._turn = (self._turn + 1) % FLOOR
-        await (asyncio.sleep(0) if self._turn % _GATHER_EVERY else self._gather())
+    async def take(self) -> list[Any]:
+        """The next ones, of one class. Always lets others run before, who may put what comes first."""
+        await (self._gather() if self._ungathered >= _GATHER_EVERY else asyncio.sleep(0))
         while not self._count:
             self._came.clear()
             await self._came.wait()
-        order = self._by_class if self._turn else reversed(self._by_class)
-        found = next(waiting for waiting in order if waiting)
-        self._count -= 1
+        some = [waiting for waiting in self._by_class if waiting]
+        is_due = self._since_lowest == FLOOR - 1
+        waiting = some[-1 if is_due else 0]
+        most = MOST if waiting is self._by_class[0] else MOST_BELOW
+        if len(some) > 1:
+            most = 1 if is_due else min(most, FLOOR - 1 - self._since_lowest)
+        taken = [waiting.popleft() for _ in range(min(len(waiting), most))]
+        self._count -= len(taken)
+        self._ungathered += len(taken)
+        self._since_lowest = 0 if is_due or len(some) == 1 else self._since_lowest + len(taken)
         self._room.set()
-        return found.popleft()
+        return taken
 
     async def _gather(self) -> None:
+        self._ungathered = 0
         turns, before = 0, self._count
         while turns < _TURNS_A_RECORD and self._count < min(before + _GATHER_MOST, self._capacity):
             count = self._count

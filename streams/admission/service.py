@@ -217,11 +217,11 @@ class AdmissionService:
 
     async def _serve_requests(self) -> None:
         while True:
-            message = await self.inbox.take()
-            headers = message.headers
-            pairs = headers.items() if isinstance(headers, Mapping) else headers
-            place = message.partition, message.offset
-            self.dispatcher.put(await self.intake.on_record(*place, message.key, message.value, pairs))
+            for message in await self.inbox.take():
+                headers = message.headers
+                pairs = headers.items() if isinstance(headers, Mapping) else headers
+                place = message.partition, message.offset
+                self.dispatcher.put(await self.intake.on_record(*place, message.key, message.value, pairs))
 
     async def _on_assigned(self, numbers: set[int]) -> None:
         """The consumer group gave this process these partitions of inference.requests, and no others."""

@@ -4,8 +4,8 @@ import asyncio
 from dataclasses import dataclass
 
 from schemas.priority import PriorityClass
-from schemas.topics import partition
-from streams.admission.inbox import FLOOR, Inbox
+from schemas.topics import partition, priority_of
+from streams.admission.inbox import FLOOR, MOST, MOST_BELOW, Inbox
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,7 @@ async def test_an_interactive_request_does_not_wait_for_a_burst_of_batch() -> No
     for offset in range(500):
         await inbox.put(message(PriorityClass.BATCH, offset))
     await inbox.put(message(PriorityClass.INTERACTIVE, 0))
-    first_two = [await inbox.take(), await inbox.take()]
-    assert message(PriorityClass.INTERACTIVE, 0) in first_two
+    assert message(PriorityClass.INTERACTIVE, 0) in [*await inbox.take(), *await inbox.take()]
 
 
 async def test_nor_where_the_consumer_hands_over_one_in_a_few_turns_of_the_loop() -> None:
@@ -39,8 +38,8 @@ async def test_nor_where_the_consumer_hands_over_one_in_a_few_turns_of_the_loop(
 
     handing = asyncio.create_task(hand_over())
     taken = 0
-    while (await inbox.take()).partition != partition(0, PriorityClass.INTERACTIVE):
-        taken += 1
+    while message(PriorityClass.INTERACTIVE, 0) not in (some := await inbox.take()):
+        taken += len(some)
     await handing
     assert taken <= FLOOR
 
@@ -51,7 +50,11 @@ async def test_each_partition_keeps_its_order() -> None:
         for priority in reversed(PriorityClass):
             for shard in (0, 1):
                 await inbox.put(message(priority, offset, shard))
-    taken = [await inbox.take() for _ in range(40 * 3 * 2)]
+    taken: list[Message] = []
+    while len(taken) < 40 * 3 * 2:
+        some = await inbox.take()
+        assert len({priority_of(each.partition) for each in some}) == 1
+        taken += some
     for shard in (0, 1):
         for priority in PriorityClass:
             number = partition(shard, priority)
@@ -65,7 +68,7 @@ async def test_the_lowest_class_has_its_turn_while_higher_ones_keep_coming() -> 
     taken = []
     for offset in range(4 * FLOOR):
         await inbox.put(message(PriorityClass.INTERACTIVE, offset))
-        taken.append(await inbox.take())
+        taken += await inbox.take()
     assert sum(each.partition == partition(0, PriorityClass.BATCH) for each in taken) == 4
 
 
@@ -76,7 +79,7 @@ async def test_who_puts_waits_while_it_is_full() -> None:
     third = asyncio.create_task(inbox.put(message(PriorityClass.BATCH, 2)))
     await asyncio.sleep(0)
     assert not third.done()
-    assert [(await inbox.take()).offset for _ in range(3)] == [0, 1, 2]
+    assert [each.offset for each in [*await inbox.take(), *await inbox.take()]] == [0, 1, 2]
     await third
 
 
@@ -86,4 +89,17 @@ async def test_who_takes_waits_for_what_comes() -> None:
     await asyncio.sleep(0.01)
     assert not taking.done()
     await inbox.put(message(PriorityClass.FREE, 7))
-    assert (await taking).offset == 7
+    assert await taking == [message(PriorityClass.FREE, 7)]
+
+
+async def test_few_are_taken_together_where_one_of_a_higher_class_may_come() -> None:
+    inbox = Inbox()
+    for offset in range(MOST + 1):
+        for priority in (PriorityClass.INTERACTIVE, PriorityClass.BATCH):
+            await inbox.put(message(priority, offset))
+    sizes: list[tuple[int, int]] = []
+    while len(sizes) < 4:
+        some = await inbox.take()
+        sizes.append((priority_of(some[0].partition), len(some)))
+    # The highest class, then what the lowest is owed, and when that is all there is, a few of it.
+    assert sizes == [(0, FLOOR - 1), (2, 1), (0, MOST - FLOOR + 2), (2, MOST_BELOW)]
