@@ -96,7 +96,10 @@ def assert_close(actual: Tensor, expected: Tensor, atol: float, rtol: float) -> 
 
 @pytest.mark.parametrize(("dtype", "atol", "rtol"), DTYPES)
 @pytest.mark.parametrize("sliding_window", [None, 20])
-@pytest.mark.parametrize(("heads", "head_dim"), [((4, 1), 64), ((7, 1), 80), ((6, 2), 128), ((2, 2), 256)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim"),
+    [((4, 1), 64), ((7, 1), 80), ((4, 2), 96), ((6, 2), 128), ((3, 1), 192), ((2, 2), 256)],
+)
 def test_prefill_and_decode_in_one_batch(
     device: torch.device,
     heads: tuple[int, int],
@@ -122,9 +125,13 @@ def test_keys_of_decodes_are_split_where_programs_are_few(
     )
 
 
-def test_fp8_cache(device: torch.device) -> None:
-    batch = Batch(MIXED, (4, 1), 64, torch.float16, device, cache_dtype=FP8)
-    assert_close(batch.kernel(None, 0.25, 3.0), batch.reference(None, 0.25, 3.0), 5e-3, 5e-3)
+@pytest.mark.parametrize(("heads", "head_dim", "sliding_window"), [((4, 1), 64, None), ((6, 2), 128, 20)])
+def test_fp8_cache(
+    device: torch.device, heads: tuple[int, int], head_dim: int, sliding_window: int | None
+) -> None:
+    batch = Batch(MIXED, heads, head_dim, torch.float16, device, cache_dtype=FP8)
+    actual, expected = batch.kernel(sliding_window, 0.25, 3.0), batch.reference(sliding_window, 0.25, 3.0)
+    assert_close(actual, expected, 5e-3, 5e-3)
 
 
 def test_fp8_cache_of_split_decodes(device: torch.device) -> None:

@@ -1,11 +1,16 @@
 """Drawn tokens against those of the reference, which sorts: the same numbers give the same tokens."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
 from kernels.sampling import BROKEN
 from kernels.sampling_ref import kept_ref, sample_rows_ref
 from kernels.top_k_top_p_sampling import sample_rows
+from kernels.uniform_ref import uniform_ref
+from tests.drawn_tokens import assert_drawn_from, distribution
 
 VOCAB_SIZE = 5000  # more than a block
 
@@ -47,6 +52,30 @@ ROWS = {
 def test_draws_what_the_reference_draws(device: torch.device) -> None:
     columns = [list(column) for column in zip(*ROWS.values(), strict=True)]
     draw(device, random_logits(len(ROWS)), *columns[:4], uniform=columns[4])
+
+
+@pytest.mark.parametrize(
+    ("filters", "few_draws"),
+    [({}, 100), ({"temperature": 1.5, "top_k": 6, "top_p": 0.95, "min_p": 0.02}, 40)],
+    ids=["softmax", "all"],
+)
+def test_the_distribution_is_the_softmax_of_what_is_kept(
+    device: torch.device, filters: dict[str, Any], few_draws: int
+) -> None:
+    """A row is a request, alike but for its seed. `few_draws` are in the interpreter, where a row takes up to
+    half a second; `tests/unit/test_kernels_sampling.py` draws more, from the reference."""
+    draws = 20_000 if device.type == "cuda" else few_draws
+    logits = random_logits(1, 8) * 0.2
+    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
+    temperature, top_p, min_p = (
+        torch.full((draws,), values[name], dtype=torch.float64, device=device)
+        for name in ("temperature", "top_p", "min_p")
+    )
+    top_k = torch.full((draws,), values["top_k"], dtype=torch.int64, device=device)
+    uniform = torch.tensor([uniform_ref(seed, 0) for seed in range(draws)], dtype=torch.float64).to(device)
+    rows = logits.expand(draws, -1).contiguous().to(device)
+    tokens = sample_rows(rows, temperature, top_k, top_p, min_p, uniform).tolist()
+    assert_drawn_from(distribution(logits[0], **filters), tokens)
 
 
 def test_of_equals_the_lower_ids_are_kept(device: torch.device) -> None:

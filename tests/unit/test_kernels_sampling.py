@@ -1,6 +1,7 @@
 """Sampling rows against the reference: sizes beside the chunk, ties, excluded tokens, broken rows."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor
 from kernels.logit_rows import CHUNK, weight_of
 from kernels.sampling import BROKEN, sample_rows
 from kernels.sampling_ref import kept_ref, probabilities_ref, sample_rows_ref
+from kernels.uniform_ref import uniform_ref
+from tests.drawn_tokens import assert_drawn_from, distribution
 
 SIZES = [1, 3, 40, CHUNK - 1, CHUNK, CHUNK + 1, 1300, 5000]
 
@@ -95,6 +98,24 @@ def test_away_from_rounding_it_draws_the_reference_tokens(size: int, kind: str) 
     tokens = sample_rows(logits, *parameters)
     expected = sample_rows_ref(logits, *(torch.from_numpy(each) for each in parameters)).numpy()
     assert (tokens != expected).sum() <= 1
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"top_k": 8}, {"top_p": 0.8}, {"min_p": 0.05}, {"temperature": 1.5, "top_k": 20, "top_p": 0.7}],
+    ids=str,
+)
+def test_the_reference_draws_from_the_softmax_of_what_is_kept(filters: dict[str, Any]) -> None:
+    draws = 4_000
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(3)) * 2
+    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | filters
+    columns = [
+        torch.full((draws,), values[name], dtype=torch.int64 if name == "top_k" else torch.float64)
+        for name in ("temperature", "top_k", "top_p", "min_p")
+    ]
+    columns.append(torch.tensor([uniform_ref(seed, 0) for seed in range(draws)], dtype=torch.float64))
+    tokens = sample_rows_ref(logits.expand(draws, -1), *columns).tolist()
+    assert_drawn_from(distribution(logits[0], **filters), tokens)
 
 
 def test_a_weight_is_exp_to_the_last_bits_of_fp32() -> None:

@@ -1,5 +1,4 @@
 import math
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from schemas.sampling import LogitBias
+from tests.drawn_tokens import assert_drawn_from, distribution
 from tests.engine_factories import EOS, make_request
 from workers.request import Request
 from workers.sampler import Sampler
@@ -65,40 +65,9 @@ class Allowing:
 )
 def test_the_distribution_is_the_softmax_of_what_is_kept(sampling: dict[str, Any]) -> None:
     logits = random_logits(1, 40)
-    expected = (logits[0].double() / sampling.get("temperature", 1.0)).softmax(0)
-    order = expected.argsort(descending=True)
-    highest = float(expected.max())
-    minimum = sampling.get("min_p", 0.0) * highest
-    dropped = expected < minimum
-    if top_k := sampling.get("top_k"):
-        expected[order[top_k:]] = 0
-        expected /= expected.sum()
-    if top_p := sampling.get("top_p"):
-        before = expected[order].cumsum(0) - expected[order]
-        expected[order[before >= top_p]] = 0
-    expected[dropped] = 0
-    expected /= expected.sum()
     draws = 20_000
     requests = [request(seed=seed, **sampling) for seed in range(draws)]
-    counts = Counter(sample(logits.expand(draws, -1), requests))
-    assert all(expected[token] > 0 for token in counts)
-    statistic, bins = 0.0, 0
-    rare_expected = rare_count = 0.0
-    for token, probability in enumerate(expected.tolist()):
-        if probability * draws < 5:
-            rare_expected += probability * draws
-            rare_count += counts[token]
-        else:
-            statistic += (counts[token] - probability * draws) ** 2 / (probability * draws)
-            bins += 1
-    if rare_expected > 5:
-        statistic += (rare_count - rare_expected) ** 2 / rare_expected
-        bins += 1
-    degrees = bins - 1
-    assert degrees >= 3
-    # Wilson and Hilferty: chi-square's quantile at p = 0.001.
-    limit = degrees * (1 - 2 / (9 * degrees) + 3.09 * math.sqrt(2 / (9 * degrees))) ** 3
-    assert statistic < limit, (statistic, limit)
+    assert_drawn_from(distribution(logits[0], **sampling), sample(logits.expand(draws, -1), requests))
 
 
 row_sampling = st.fixed_dictionaries(
