@@ -23,6 +23,7 @@ from schemas.records import (
     Tokens,
     Usage,
 )
+from schemas.stream_state import Run
 from schemas.tokenization import Tokenizer
 from tests.engine_factories import make_config, make_kv
 from workers.batch import RunnerOutput, SchedulerOutput
@@ -38,7 +39,6 @@ from workers.handoff.memory_transport import MemoryNetwork
 from workers.handoff.prefill_role import PrefillRole
 from workers.handoff.role import HandoffRole
 from workers.handoff.sender import HandoffSender
-from workers.handoff.transfer import Run
 from workers.handoff.write_lane import WriteLimits
 from workers.live_requests import LiveRequests
 from workers.metrics import WorkerMetrics

@@ -18,6 +18,7 @@ from schemas.records import (
     SamplingParams,
     TransferEnded,
 )
+from schemas.stream_state import Run
 from tests.handoff_lives import (
     BLOCK_SIZE,
     DECODE_SLOT,
@@ -53,7 +54,6 @@ from workers.handoff.effects import (
 )
 from workers.handoff.prefill_side import PrefillSide, Written
 from workers.handoff.states import TERMINAL
-from workers.handoff.transfer import Run
 
 _REMEMBER_S = 1e9  # a message may be as late as those who stand still
 

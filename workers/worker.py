@@ -15,6 +15,7 @@ from schemas.codec import default_codec, encode
 from schemas.fleet import join, publish_schemas
 from schemas.priority import PriorityClass
 from schemas.records import Drain, Heartbeat
+from schemas.stream_state import Run
 from workers.ack_watch import AckWatch
 from workers.canary import CanaryFailedError
 from workers.cancellation_log import CancellationLog
@@ -26,7 +27,6 @@ from workers.decision_log import DecisionLog
 from workers.engine import EngineThread
 from workers.engine_watch import EngineWatch
 from workers.handoff.hands import hands_of
-from workers.handoff.transfer import Run
 from workers.heartbeat import HeartbeatLoop
 from workers.http import HttpServer, make_app
 from workers.live_requests import LiveRequests

@@ -9,11 +9,11 @@ import pytest
 
 from schemas.fleet import LEFT_CANARY_FAILED
 from schemas.records import Dispatch, Heartbeat, InferenceRequest, Left, WorkerStatus
+from schemas.stream_state import Run
 from tests.fleet_driver import worker_status
 from tests.handoff_pair import DECODE, PREFILL, Pair, expected_tokens, until
 from tests.handoff_requests import a_request
 from workers.canary import CANARY_REQUEST_ID, NO_CANARY, Canary
-from workers.handoff.transfer import Run
 from workers.handoff.vouching import Vouching
 from workers.live_requests import LiveRequest
 from workers.simulated_runner import SimulatedRunner

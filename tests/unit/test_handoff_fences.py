@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from schemas.records import Heartbeat, InferenceRequest, Left
+from schemas.stream_state import Run
 from tests.handoff_pair import DECODE, PREFILL, Pair, expected_tokens, until
 from tests.handoff_requests import a_request
 from tests.unit.test_handoff_breaks import Stalled
 from workers.handoff.decode_role import DecodeRole, FencedError
-from workers.handoff.transfer import Run
 
 
 class Later:

@@ -9,6 +9,7 @@ import workers.handoff
 from schemas.codec import decode, encode
 from schemas.kv_layout import KVLayout
 from schemas.records import ContentCheck, Dispatch, Handoff, Offer, Pairing, PoolRank, Reserved, TransferEnded
+from schemas.stream_state import Run
 from tests.handoff_lives import LAYOUT
 from tests.handoff_world import World
 from tests.unit.test_handoff_records import REQUEST
@@ -29,7 +30,6 @@ from workers.handoff.effects import (
 )
 from workers.handoff.prefill_side import PrefillSide, Written
 from workers.handoff.states import DECODE, PREFILL, State, render
-from workers.handoff.transfer import Run
 
 T = b"t" * 16
 DISPATCH = Dispatch(0, 11, 8, REQUEST, Pairing(T, 1, 22, 100, 1000))

@@ -17,6 +17,7 @@ from schemas.records import (
     Reserved,
     SamplingParams,
 )
+from schemas.stream_state import Run
 from tests.handoff_pools import Side, layout, token_kv
 from workers.block_pool import BlockPool
 from workers.handoff.decode_side import DecodeSide
@@ -36,7 +37,6 @@ from workers.handoff.kv_pool import compare
 from workers.handoff.layout import Place
 from workers.handoff.memory_transport import Fault, MemoryNetwork
 from workers.handoff.prefill_side import PrefillSide, Written
-from workers.handoff.transfer import Run
 from workers.handoff.transport import Copy
 from workers.handoff.write_lane import WriteEvents, WriteLimits
 from workers.handoff.writer import Writer

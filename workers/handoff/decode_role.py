@@ -20,6 +20,7 @@ from schemas.records import (
     TransferEnded,
     WorkerStatus,
 )
+from schemas.stream_state import Run
 from workers.engine import EngineThread
 from workers.handoff.decode_blocks import DecodeBlocks
 from workers.handoff.decode_side import DecodeSide
@@ -29,7 +30,7 @@ from workers.handoff.kv_pool import compare
 from workers.handoff.layout import Place
 from workers.handoff.role import HandoffRole, Host
 from workers.handoff.sender import HandoffSender
-from workers.handoff.transfer import TOLD_S, Run
+from workers.handoff.transfer import TOLD_S
 from workers.handoff.vouching import Vouching
 from workers.live_requests import End, LiveRequest
 from workers.request import FinishReason, Request

@@ -9,6 +9,7 @@ from typing import ClassVar, assert_never
 from schemas.kv_layout import KVLayout
 from schemas.priority import PriorityClass
 from schemas.records import Handoff, Offer, PoolRank, Reserved, TransferEnded
+from schemas.stream_state import Run
 from workers.handoff.content import checksum
 from workers.handoff.effects import (
     Adopt,
@@ -25,7 +26,7 @@ from workers.handoff.landing import Landing
 from workers.handoff.layout import refusal
 from workers.handoff.side import Side
 from workers.handoff.states import DECODE, Action, Event, State
-from workers.handoff.transfer import Ended, Over, Run, Transfer
+from workers.handoff.transfer import Ended, Over, Transfer
 
 
 @dataclass(slots=True)

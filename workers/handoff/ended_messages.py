@@ -2,9 +2,10 @@
 
 from schemas.priority import PriorityClass
 from schemas.records import Reserved, TransferEnded
+from schemas.stream_state import Run
 from workers.handoff.effects import Send
 from workers.handoff.states import State
-from workers.handoff.transfer import Run, Transfer
+from workers.handoff.transfer import Transfer
 
 
 def ended(transfer: Transfer, run: Run, *, writes_closed: bool = False, may_land: bool = False) -> Send:

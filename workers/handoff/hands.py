@@ -9,6 +9,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord
 
 from schemas.fleet import FleetView
 from schemas.handoff_records import WorkerRole
+from schemas.stream_state import Run
 from workers.connections import Connections
 from workers.engine import EngineThread
 from workers.handoff.decode_role import DecodeRole
@@ -18,7 +19,6 @@ from workers.handoff.metrics import HandoffMetrics
 from workers.handoff.prefill_role import PrefillRole
 from workers.handoff.role import HandoffRole, Host
 from workers.handoff.sender import HandoffSender
-from workers.handoff.transfer import Run
 from workers.runners import LoadedEngine
 
 _CLOSE_S = 5.0

@@ -10,6 +10,7 @@ from schemas.fleet import FleetView
 from schemas.handoff_records import Message, WorkerRole
 from schemas.records import ContentCheck, Dispatch, Reserved, TransferEnded
 from schemas.sampling import TokenLogprobs
+from schemas.stream_state import Run
 from workers.engine import EngineThread
 from workers.handoff.effects import Effect, FreeBlocks, StartWrites, StopPrefill, StopWrites
 from workers.handoff.kv_access import KVAccess
@@ -18,7 +19,6 @@ from workers.handoff.prefill_side import PrefillSide, Written
 from workers.handoff.role import HandoffRole, Host
 from workers.handoff.sender import HandoffSender
 from workers.handoff.source import Source
-from workers.handoff.transfer import Run
 from workers.handoff.write_lane import WriteEvents, WriteLimits
 from workers.handoff.writer import Writer
 from workers.live_requests import End, LiveRequest

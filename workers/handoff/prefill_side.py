@@ -11,13 +11,14 @@ from schemas.kv_layout import KVLayout
 from schemas.priority import PriorityClass
 from schemas.records import ContentCheck, Dispatch, Handoff, Offer, Reserved, TransferEnded
 from schemas.sampling import TokenLogprobs
+from schemas.stream_state import Run
 from workers.handoff.content import checksum
 from workers.handoff.effects import Effect, FreeBlocks, Send, StartWrites, StopPrefill, StopWrites
 from workers.handoff.ended_messages import ended, unknown
 from workers.handoff.layout import refusal
 from workers.handoff.side import Side
 from workers.handoff.states import PREFILL, Action, Event, State
-from workers.handoff.transfer import Ended, Over, Run, Transfer
+from workers.handoff.transfer import Ended, Over, Transfer
 
 
 @dataclass(frozen=True, slots=True)

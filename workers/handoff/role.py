@@ -11,10 +11,10 @@ from schemas.fleet import FleetEvent, FleetView
 from schemas.handoff_records import Message, WorkerRole
 from schemas.kv_layout import KVLayout
 from schemas.records import Cancellation, Dispatch, WorkerStatus
+from schemas.stream_state import Run
 from workers.handoff.effects import Effect, Send
 from workers.handoff.sender import HandoffSender
 from workers.handoff.side import Side
-from workers.handoff.transfer import Run
 from workers.live_requests import End, LiveRequest
 from workers.request import Request, RequestOutput
 

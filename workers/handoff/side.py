@@ -3,9 +3,10 @@
 from abc import ABC, abstractmethod
 from typing import ClassVar, Generic, Protocol, TypeVar
 
+from schemas.stream_state import Run
 from workers.handoff.effects import Effect
 from workers.handoff.states import Event, State
-from workers.handoff.transfer import Over, Run, Transfer
+from workers.handoff.transfer import Over, Transfer
 
 
 class HasTransfer(Protocol):

@@ -3,16 +3,8 @@
 from dataclasses import dataclass
 
 from schemas.priority import PriorityClass
+from schemas.stream_state import Run
 from workers.handoff.states import TERMINAL, Action, Event, State, Table
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One life of one worker."""
-
-    slot: int
-    epoch: int
-
 
 # How long (s) a decode run's heartbeats tell of a handoff that is over: others may miss one or two.
 TOLD_S = 2.0

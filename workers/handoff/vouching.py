@@ -4,8 +4,8 @@ A run of the canary that begins behind what was computed, and passes, vouches fo
 wrong goes on doing so. If one fails first, what was taken since is in doubt.
 """
 
+from schemas.stream_state import Run
 from workers.canary import NO_CANARY
-from workers.handoff.transfer import Run
 
 
 class Vouching:
