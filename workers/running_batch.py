@@ -7,7 +7,8 @@ from schemas.priority import PriorityClass
 from workers.request import Request
 
 
-def _order(request: Request) -> tuple[int, int]:
+def batch_order(request: Request) -> tuple[int, int]:
+    """Its place in the batch: by class, then arrival."""
     return request.priority, request.arrival
 
 
@@ -43,7 +44,7 @@ class RunningBatch:
 
     def add(self, request: Request, num_expected_blocks: int) -> None:
         request.num_expected_blocks = max(num_expected_blocks, len(request.block_table))
-        insort(self._requests, request, key=_order)
+        insort(self._requests, request, key=batch_order)
         self.num_seats += request.num_seats
         self._num_by_class[request.priority] += 1
         self._future_blocks[request.priority] += request.num_expected_blocks - len(request.block_table)
@@ -51,7 +52,7 @@ class RunningBatch:
 
     def remove(self, request: Request) -> None:
         """To be called before its blocks are freed."""
-        index = bisect_left(self._requests, _order(request), key=_order)
+        index = bisect_left(self._requests, batch_order(request), key=batch_order)
         assert self._requests[index] is request
         del self._requests[index]
         self.num_seats -= request.num_seats
@@ -102,5 +103,5 @@ class RunningBatch:
 
     def num_blocks_below(self, priority: PriorityClass) -> int:
         """Blocks that requests of lower classes hold; one that several share counts several times."""
-        start = bisect_left(self._requests, (priority + 1, 0), key=_order)
+        start = bisect_left(self._requests, (priority + 1, 0), key=batch_order)
         return sum(len(r.block_table) for r in self._requests[start:])

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Set, ValuesView
+from collections.abc import Callable, Set, ValuesView
 from operator import attrgetter
 
 from schemas.priority import PriorityClass
@@ -199,19 +199,36 @@ class Scheduler:
                 plan.num_unsettled = 0
         return plan.finish()
 
+    def has_room_for_all(self, num_due: int) -> bool:
+        """Whether nobody gives way in a step in which what runs takes at most `num_due` blocks: there is room
+        for all that wait and have somebody below them."""
+        kv, num_seats = self.kv_cache_manager, self.running.num_seats
+        for priority in _CLASSES[: self.running.last.priority]:
+            for request in self._waiting.of_class(priority):
+                num_seats += request.num_seats
+                num_due += kv.num_blocks_for(request.num_tokens)
+        return num_due <= kv.num_free_blocks and num_seats <= self.config.max_num_seqs
+
     def schedule_prompts(
-        self, decodes: list[ScheduledSequence], num_context_tokens: int, prefills: list[Request]
+        self,
+        add_interactive: Callable[[StepPlan], None],
+        add_lower: Callable[[StepPlan], None],
+        prefills: list[Request],
     ) -> SchedulerOutput:
-        """A step of one class: `decodes`, at least one, have their blocks, and `num_context_tokens` with this
-        step's. `prefills` are all others that run, in their order, with blocks enough: nobody gives way."""
-        priority = decodes[0].request.priority
+        """As `schedule`, where `has_room_for_all` holds, and of the lower classes that decode all go along,
+        or none beside an interactive prompt. They are added to the plan, with their blocks, by the callers
+        given; `prefills` are all others that run, in their order."""
         plan = StepPlan(self.config, self.step_time, 0)
-        plan.decodes += decodes
-        plan.add_context(num_context_tokens)
-        plan.has_interactive_decode = priority is PriorityClass.INTERACTIVE
-        for request in prefills:
-            self._prompts.schedule_chunk(request, plan)
-        self._prompts.admit(priority, _NONE_BLOCKED, plan)
+        add_interactive(plan)
+        plan.has_interactive_decode = bool(plan.decodes)
+        admitting = True
+        for priority in _CLASSES:
+            for request in prefills:
+                if request.priority == priority:
+                    self._prompts.schedule_chunk(request, plan)
+            admitting = admitting and self._prompts.admit(priority, _NONE_BLOCKED, plan)
+            if priority is PriorityClass.INTERACTIVE and not plan.has_interactive_chunk:
+                add_lower(plan)
         return plan.finish()
 
     def update_from_output(self, batch: SchedulerOutput, sampled: RunnerOutput) -> list[RequestOutput]:

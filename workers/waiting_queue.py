@@ -1,7 +1,7 @@
 """Requests that hold no device blocks: by class, then by arrival, with preempted ones in front."""
 
 from collections import deque
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from itertools import islice
 
 from schemas.priority import PriorityClass
@@ -24,6 +24,10 @@ class WaitingQueue:
     def num_uncomputed_tokens(self, priority: PriorityClass) -> int:
         """Tokens that all of a class must compute before they sample."""
         return sum(r.num_tokens - r.num_computed_tokens for r in self._by_class[priority])
+
+    def of_class(self, priority: PriorityClass) -> Iterable[Request]:
+        """All of a class, in their order."""
+        return self._by_class[priority]
 
     def append(self, request: Request) -> None:
         self._by_class[request.priority].append(request)

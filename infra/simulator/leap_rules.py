@@ -1,4 +1,6 @@
-"""When an engine's steps are decodes alone, of all that it runs: what a leap may begin with."""
+"""What an engine must be like for a run of decodes to go on in it, and to begin."""
+
+from collections.abc import Sequence
 
 from schemas.priority import PriorityClass
 from workers.scheduler import Scheduler
@@ -7,27 +9,31 @@ from workers.scheduler import Scheduler
 _CLOSE_CALL = 1e-9
 
 
-def can_leap(scheduler: Scheduler) -> bool:
-    """Whether all requests are running ones that lack one token, no block is held beyond the next, and the
-    first step goes as a run's step does."""
-    running = scheduler.running
-    if scheduler.num_waiting or not len(running):
-        return False
-    newest = running.last  # mostly the one whose prompt is being computed
-    if newest.num_tokens - newest.num_computed_tokens != 1:
-        return False
-    block_size = scheduler.kv_cache_manager.block_size
-    num_context_tokens = 0
+def may_begin(scheduler: Scheduler, *, beside_prompts: bool) -> bool:
+    """Whether the next step can be a run's, as far as scheduler and pools tell: somebody decodes, no block is
+    held beyond the next, and `DecodeRun.plan` or `can_step` would not refuse. `beside_prompts`: there may be
+    others than those that decode."""
+    kv, running = scheduler.kv_cache_manager, scheduler.running
+    has_prompts = scheduler.num_waiting > 0
+    num_seqs = [0] * len(PriorityClass)
+    num_context_tokens = num_due = 0
     for request in running:
-        num_computed = request.num_computed_tokens
+        num_computed, num_slots = request.num_computed_tokens, len(request.block_table) * kv.block_size
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         if num_tokens - num_computed != 1:
+            has_prompts = True
+            num_due += kv.num_blocks_for(num_tokens) - len(request.block_table)
+        elif 0 <= num_slots - num_computed < kv.block_size:
+            num_seqs[request.priority] += 1
+            num_context_tokens += num_computed
+            num_due += num_slots == num_computed
+        else:
             return False
-        if not 0 <= len(request.block_table) * block_size - num_computed < block_size:
-            return False
-        num_context_tokens += num_computed
-    mixed = running[0].priority is PriorityClass.INTERACTIVE and running.has_below(PriorityClass.INTERACTIVE)
-    return not is_timed(scheduler, mixed) or is_in_time(scheduler, len(running), num_context_tokens)
+    if not any(num_seqs) or (has_prompts and not (beside_prompts and scheduler.has_room_for_all(num_due))):
+        return False
+    interactive, *lower = num_seqs
+    mixed = interactive > 0 and any(lower)
+    return not is_timed(scheduler, mixed) or is_in_time(scheduler, sum(num_seqs), num_context_tokens)
 
 
 def is_timed(scheduler: Scheduler, mixed: bool) -> bool:
@@ -42,3 +48,8 @@ def is_in_time(scheduler: Scheduler, num_seqs: int, num_context_tokens: int) -> 
         return False
     limit = time.line_for(scheduler.config.inter_token_target_ms / 1000, False)
     return time.line(num_seqs, 0, num_context_tokens + num_seqs) < limit * (1 - _CLOSE_CALL)
+
+
+def holds_all_lower(scheduler: Scheduler, num_by_class: Sequence[int]) -> bool:
+    """Whether the lower classes, that decode so many, all stand still beside an interactive prompt."""
+    return scheduler.config.hold_batch_in_prefill and not num_by_class[PriorityClass.FREE]

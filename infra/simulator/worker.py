@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from infra.simulator.decode_run import DecodeRun
 from infra.simulator.engine import make_scheduler
 from infra.simulator.handoffs import Handoff, Handoffs
-from infra.simulator.leap_rules import can_leap
+from infra.simulator.leap_rules import may_begin
 from infra.simulator.measures import Flight, Measures
 from infra.simulator.scenario import Model, Workers, step_costs
 from infra.simulator.worker_flights import EOS_TOKEN_ID, TOKEN_ID, Ended, WorkerFlights
@@ -75,7 +75,6 @@ class SimulatedWorker:
         # The step that is being computed; with a run, it is one beside prompts. A run without one is a leap.
         self._step: tuple[SchedulerOutput, float] | None = None
         self._run: DecodeRun | None = None
-        self._run_at = 0.0
         self._heartbeat = WorkerHeartbeat(model, workers, self.scheduler, self.handoffs)
         self._look = self._heartbeat.look()
 
@@ -181,11 +180,14 @@ class SimulatedWorker:
         """Begins a leap if there can be one. If not, a run that is left goes on beside prompts."""
         if self._run is None:
             scheduler = self.scheduler
-            # All had their last token now: else those that had to stand still have a gap of their own.
-            if not can_leap(scheduler) or not self._flights.all_got_one_at(scheduler.running, now):
+            # Handoffs move requests between two steps, beside prompts too.
+            if not may_begin(scheduler, beside_prompts=self.handoffs is None):
                 return False
-            self._run = DecodeRun(scheduler, self.costs, self._flights.num_left, TOKEN_ID, EOS_TOKEN_ID)
-            self._run_at = now
+            run = DecodeRun(scheduler, self.costs, self._flights.num_left, TOKEN_ID, EOS_TOKEN_ID)
+            # Those that had to stand still for some of the steps have gaps of their own.
+            if not self._flights.meet(run.groups):
+                return False
+            self._run = run
         if self._run.is_alone:
             if self._go_on(now):
                 return True
@@ -214,12 +216,12 @@ class SimulatedWorker:
         run, measures = self._run, self._measures
         assert run is not None
         ends = run.ends[:num_steps]
-        self._flights.tell_run(run, self._run_at, ends)
-        self._run_at = ends[-1]
+        for group in run.groups:
+            self._flights.tell_group(group, ends)
         measures.num_steps += len(ends)
         measures.num_steps_leapt += len(ends)
         if ended := run.carry_out(num_steps):
-            self._report([self._ended_in_run(request) for request in ended], now)
+            self._report([self._ended_in_run(request, ends[-1]) for request in ended], now)
 
     def _end_step(self, batch: SchedulerOutput, seconds: float, now: float) -> None:
         sampled = self._flights.sample(batch.scheduled)
@@ -229,21 +231,21 @@ class SimulatedWorker:
 
     def _end_step_beside(self, run: DecodeRun, batch: SchedulerOutput, now: float) -> None:
         """The end of a step that a run took beside prompts."""
-        self._flights.tell_run(run, self._run_at, [now])
-        self._run_at = now
-        ended, outputs = run.update_from_output(batch, self._flights.sample(run.chunks(batch)))
-        self._tell(outputs, now, [self._ended_in_run(request) for request in ended])
+        for group in run.stepping:
+            self._flights.tell_group(group, [now])
+        ended, outputs = run.update_from_output(batch, self._flights.sample(run.chunks(batch)), now)
+        self._tell(outputs, now, [self._ended_in_run(request, now) for request in ended])
 
     def _close_run(self) -> None:
         run = self._run
         assert run is not None
-        for request in run.close():
-            self._flights.catch_up(request, self._run_at)
+        for request, at in run.close():
+            self._flights.catch_up(request, at)
         self._run = None
 
-    def _ended_in_run(self, request: Request) -> Ended:
+    def _ended_in_run(self, request: Request, at: float) -> Ended:
         assert request.finish_reason is not None
-        return Ended(self._flights.catch_up(request, self._run_at), request, request.finish_reason, "")
+        return Ended(self._flights.catch_up(request, at), request, request.finish_reason, "")
 
     # What comes and goes between steps
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from infra.simulator.decode_run import DecodeRun
+from infra.simulator.decode_group import DecodeGroup
 from infra.simulator.measures import Flight, Measures
 from schemas.priority import PriorityClass
 from workers.batch import RunnerOutput, ScheduledSequence
@@ -58,10 +58,15 @@ class WorkerFlights:
                 tokens.append(EOS_TOKEN_ID if self.num_left(sequence.request) == 1 else TOKEN_ID)
         return RunnerOutput(tokens)
 
-    def all_got_one_at(self, requests: Iterable[Request], at: float) -> bool:
-        """Whether each had its last token at that very time."""
-        flights = self._flights
-        return {flights[request.request_id].last_token_at for request in requests} == {at}
+    def meet(self, groups: Iterable[DecodeGroup]) -> bool:
+        """Whether the requests of each group all had a token, and the last one at the same time, which their
+        group hears of."""
+        for group in groups:
+            flights = [self._flights[member.request.request_id] for member in group.members]
+            group.at = flights[0].last_token_at
+            if any(f.last_token_at != group.at or f.first_token_at is None for f in flights):
+                return False
+        return True
 
     def tell(self, outputs: list[RequestOutput], now: float) -> list[Ended]:
         """Books what a step gave. Returns what ended with it, still to be removed."""
@@ -86,17 +91,18 @@ class WorkerFlights:
             self._gaps[priority].add(now, now - last, num_seqs)
         return ended
 
-    def tell_run(self, run: DecodeRun, began: float, ends: list[float]) -> None:
-        """Books the next steps of a run, from `began` on: each gives a token to all in it. Their flights hear
-        of it by `catch_up`."""
+    def tell_group(self, group: DecodeGroup, ends: list[float]) -> None:
+        """Books the next steps of a group: each gives a token to all in it. Their flights hear of it by
+        `catch_up`."""
         if self._token_log is not None:
-            for request, position in run.positions():
+            for request, position in group.positions():
                 number = self._flights[request.request_id].number
                 self._token_log += [(number, position + i, at) for i, at in enumerate(ends)]
-        gaps = [at - last for last, at in zip([began, *ends], ends, strict=False)]
-        for log, num_seqs in zip(self._gaps, run.num_by_class, strict=True):
+        gaps = [at - last for last, at in zip([group.at, *ends], ends, strict=False)]
+        for log, num_seqs in zip(self._gaps, group.num_by_class, strict=True):
             if num_seqs:
                 log.extend(ends, gaps, num_seqs)
+        group.at = ends[-1]
 
     def catch_up(self, request: Request, last_token_at: float) -> Flight:
         """Its flight knows now of the tokens that it got in a run."""

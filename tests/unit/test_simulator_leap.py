@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from infra.simulator.scenario import Scenario
 from infra.simulator.scenario_file import parse_scenario
 from infra.simulator.simulation import Simulation
 from schemas.records import Decision
+from workers.scheduler import Scheduler
 
 # HBM so small that blocks run out: 8b in FP8 leaves 8 GB x share - 8 GB for KV.
 _SCARCE, _AMPLE = 0.102, 0.9
@@ -137,6 +139,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
                 "max_num_seqs": draw(st.sampled_from([4, 16, 64])),
                 "inter_token_target_ms": draw(st.sampled_from([0.0, 6.0, 45.0])),
                 "prefix_caching": draw(st.sampled_from(["tenant", "shared", "off"])),
+                "hold_batch_in_prefill": draw(st.booleans()),
             }
         ],
         "tenants": {"a": {}, "b": {"weight": 2.0, "limits": {"max_concurrent_requests": 30}}},
@@ -156,3 +159,29 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
 @given(plans())
 def test_leaping_gives_the_same_tokens_at_the_same_times_and_the_same_decisions(plan: dict[str, Any]) -> None:
     assert_equal(outcome(plan, leap=False), outcome(plan, leap=True))
+
+
+def test_most_steps_beside_batch_work_do_not_read_each_sequence() -> None:
+    """With interactive and batch requests decoding and prompts of both coming, the run that a worker has is
+    closed for few of its steps."""
+    traffic = {"model": "m", "tenants": {"a": 1}, "prompt": {"fixed": 300}, "output": {"fixed": 60}}
+    backlog = {
+        "model": "m",
+        "tenant": "a",
+        "requests": 400,
+        "prompt": {"fixed": 200},
+        "output": {"fixed": 60},
+    }
+    plan = {
+        "duration": 3.0,
+        "models": {"m": {"shape": "8b", "max_model_len": 8_192}},
+        "fleet": [{"model": "m", "gpu": "h100", "count": 1, "inter_token_target_ms": 45.0}],
+        "tenants": {"a": {}},
+        "traffic": {"chat": {**traffic, "rate": 20.0}},
+        "backlogs": {"night": {**backlog, "window": 60}},
+    }
+    simulation = Simulation(scenario(plan), Path(), leap=True)
+    with patch.object(Scheduler, "schedule", autospec=True, side_effect=Scheduler.schedule) as schedule:
+        measures = simulation.run()
+    assert measures.num_steps > 200
+    assert schedule.call_count < measures.num_steps / 10
