@@ -161,6 +161,32 @@ def test_leaping_gives_the_same_tokens_at_the_same_times_and_the_same_decisions(
     assert_equal(outcome(plan, leap=False), outcome(plan, leap=True))
 
 
+def test_steps_of_other_workers_that_end_with_the_last_request_are_told() -> None:
+    """Steps take the same time whatever is in them: those of both workers end together, and batch work goes
+    on after the last request."""
+    measured = {"num_blocks": 3_859, "step_ms": 14.372943955630744}
+    fleet = {"model": "m", "measured": measured, "swap_memory_mib": 0, "count": 2, "max_num_seqs": 4}
+    traffic = {"model": "m", "tenants": {"a": 1, "b": 3}, "max_tokens": 200, "start_ms": 2_000}
+    traffic["prefixes"] = {"tokens": 176, "count": 3, "zipf": 1.0}
+    free = {"rate": 2.00001, "prompt": {"fixed": 289}, "output": {"fixed": 31}}
+    interactive = {"rate": 26.69119139567708, "prompt": {"fixed": 35}, "output": {"fixed": 23}}
+    prompt = {"lognormal": {"median": 1, "sigma": 0.2114294647997437}, "most": 3_200}
+    backlog = {"model": "m", "tenant": "a", "requests": 60, "window": 14, "output": {"fixed": 100}}
+    plan = {
+        "duration": 4.0,
+        "seed": 1224,
+        "models": {"m": {"shape": "8b", "max_model_len": 8_192}},
+        "fleet": [{**fleet, "inter_token_target_ms": 45.0, "prefix_caching": "off"}],
+        "tenants": {"a": {}, "b": {"weight": 2.0, "limits": {"max_concurrent_requests": 30}}},
+        "traffic": {
+            "free": {**traffic, **free, "priority": "free"},
+            "interactive": {**traffic, **interactive, "priority": "interactive"},
+        },
+        "backlogs": {"night": {**backlog, "prompt": prompt}},
+    }
+    assert_equal(outcome(plan, leap=False), outcome(plan, leap=True))
+
+
 def test_most_steps_beside_batch_work_do_not_read_each_sequence() -> None:
     """With interactive and batch requests decoding and prompts of both coming, the run that a worker has is
     closed for few of its steps."""
