@@ -29,6 +29,8 @@ _NOT_HERE = frozenset(
         "undecodable_record",
         "enqueued_tokens_exceeded",
         "line_too_long",
+        "unreadable_batch",
+        "record_too_large",
         "duplicate_custom_id",
         "input_file_changed",
     }

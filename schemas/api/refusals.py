@@ -28,6 +28,7 @@ REFUSALS = (
     RefusalKind(400, "invalid_http", "what came is no HTTP request"),
     RefusalKind(400, "invalid_json", "the body is no JSON"),
     RefusalKind(400, "invalid_avro", "a batch record is no BatchRequest"),
+    RefusalKind(400, "unreadable_batch", "records that a client packed together cannot be unpacked"),
     RefusalKind(400, "invalid_value", "a field has a value that does not fit"),
     RefusalKind(400, "missing_field", "a field that is required is not there"),
     RefusalKind(400, "invalid_multipart", "a file's body is no form (RFC 7578)"),
@@ -83,6 +84,7 @@ REFUSALS = (
     RefusalKind(
         413, "request_too_large", "the request, with the output it asks for, is larger than the log's records"
     ),
+    RefusalKind(413, "record_too_large", "a batch record has more bytes than it may, once it is unpacked"),
     RefusalKind(415, "unsupported_encoding", "the body is compressed"),
     RefusalKind(415, "unsupported_media_type", "a file is sent as multipart/form-data"),
     RefusalKind(422, "idempotency_key_reused", "the Idempotency-Key was used for another body"),

@@ -21,6 +21,7 @@ from streams.ledger.coordinator import ShardClients
 from streams.ledger.results import ResultWriter
 from streams.ledger.service import Kafka, LedgerService, OnBatch
 from streams.ledger.sql_endpoint import SQL_THREADS
+from streams.ledger.tenant_batches import bound_batches
 
 # Heartbeats are fetched together: a lone record costs 0.6 ms, one in a batch 3 µs.
 _HEARTBEAT_FETCH: dict[str, Any] = {"fetch_min_bytes": 1 << 20, "fetch_max_wait_ms": 100}
@@ -32,6 +33,7 @@ _COMMIT_S = 1.0
 
 def make_kafka(config: LedgerConfig) -> Kafka:
     """The clients; needs a running loop."""
+    bound_batches()
 
     def client(purpose: str) -> dict[str, Any]:
         return {**client_settings(config.kafka), "client_id": f"{ROLE}-{config.slot}-{purpose}"}

@@ -18,7 +18,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -29,7 +29,7 @@ from schemas.codec import MARKER, CodecError, decode, encode
 from schemas.headers import BATCH
 from schemas.models import LoadedModel
 from schemas.records import BatchRequest, BatchResult, Tenant
-from schemas.topics import batch_requests
+from schemas.topics import MAX_RECORD_BYTES, batch_requests
 from streams.ledger.batch_item import (
     MAX_GROUP,
     BatchItem,
@@ -42,6 +42,13 @@ from streams.ledger.batch_item import (
 # What a record of batch.results may have: its topic takes as much, with the key and headers beside it.
 MAX_ANSWER_BYTES = (8 << 20) - (64 << 10)
 _LINE_FIELDS = frozenset({"custom_id", "method", "url", "body"})
+
+
+class UnreadableBatch(bytes):
+    """In the place of the value of a record: it stands for a whole batch, for the reason that it holds."""
+
+    def __new__(cls, reason: str) -> Self:
+        return super().__new__(cls, reason.encode(errors="replace"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +127,11 @@ def request_id_of(source: Source, url: str, body: object) -> bytes:
 def _fields(value: bytes | None) -> tuple[dict[str, Any], Shape]:
     if not value:
         raise ApiError(400, "invalid_json", "the record is empty")
+    if isinstance(value, UnreadableBatch):
+        raise ApiError(400, "unreadable_batch", value.decode())
+    if len(value) > MAX_RECORD_BYTES:  # its batch was compressed
+        message = f"the record has {len(value):,} bytes, and may have {MAX_RECORD_BYTES:,}"
+        raise ApiError(413, "record_too_large", message)
     if value.startswith(MARKER):
         return _avro_fields(value), Shape.AVRO
     try:
