@@ -134,9 +134,9 @@ def test_an_answer_that_no_record_can_hold_is_an_error() -> None:
         ({**GENERATE, "colour": "red"}, "unknown_field", "colour"),
         ({**GENERATE, "model": "gpt-9"}, "model_not_found", "model"),
         ({**GENERATE, "max_tokens": 10**6}, "context_length_exceeded", "max_tokens"),
-        ({**GENERATE, "prompt": "x" * (8 << 20)}, "context_length_exceeded", "prompt"),
+        ({**GENERATE, "prompt": "x" * (7 << 20)}, "context_length_exceeded", "prompt"),
         (
-            {**LINE, "body": {**CHAT_BODY, "messages": [{"role": "user", "content": "x" * (8 << 20)}]}},
+            {**LINE, "body": {**CHAT_BODY, "messages": [{"role": "user", "content": "x" * (7 << 20)}]}},
             "context_length_exceeded",
             "messages",
         ),
