@@ -35,7 +35,6 @@ from streams.ledger.batch_actions import (
     Action,
     AdmissionOffsets,
     Answer,
-    Append,
     SendRequest,
 )
 from streams.ledger.batch_answers import BatchAnswers
@@ -43,7 +42,7 @@ from streams.ledger.batch_item import BatchItem, FileSource, Source
 from streams.ledger.batch_outcome import (
     EXPIRED,
     TOO_LARGE,
-    Outcome,
+    choice_end,
     failed,
     finished,
     refused,
@@ -53,6 +52,7 @@ from streams.ledger.batch_outcome import (
 from streams.ledger.batch_recovery import Recovery
 from streams.ledger.batch_resend import Resend, resend
 from streams.ledger.ended_items import EndedItems
+from streams.ledger.open_line import OpenLine, Outcome
 from streams.ledger.open_request import FIRST_BACKOFF_MS, OpenRequest, Phase
 from streams.ledger.owner_word import MAX_RETRIES, OwnerWord
 from streams.ledger.restating import Restater
@@ -77,9 +77,10 @@ class BatchShard:
         self.position = position
         self.answers = BatchAnswers()
         self.refused_until: dict[str, int] = {}
-        self._slot, self._epoch, self._end_ms = slot, epoch, end_ms
+        self._epoch, self._end_ms = epoch, end_ms
         self._word = OwnerWord(slot, epoch)
         self._open: dict[bytes, OpenRequest] = {}
+        self._lines: dict[bytes, OpenLine] = {}
         self._restater = Restater(shard, epoch, end_ms)
         self.recovery = Recovery(now_ms)
         self._ended_items = EndedItems()
@@ -96,37 +97,34 @@ class BatchShard:
     @property
     def resume_offset(self) -> int:
         """Where a successor must begin to read the reply partition."""
-        places = [request.since for request in self._open.values()]
+        places = [line.since for line in self._lines.values()]
         places += [low for low in (self.answers.low, self.recovery.low) if low is not None]
         return min(places, default=self.position)
 
     def claims(self) -> list[Action]:
         """After recovery: takes over what earlier lives left open."""
-        return [
-            Append(Claim(from_epoch=epoch, by_slot=self._slot, by_epoch=self._epoch))
-            for epoch in sorted(self.recovery.owner_epochs() - {self._epoch})
-        ]
+        return self._word.claims(self.recovery.owner_epochs())
 
     def accept(self, item: BatchItem, now_ms: int, clock_ms: int) -> list[Action]:
-        """Takes a request read from its topic."""
-        rid = item.request_id
-        known = self._open.get(rid)
+        """Takes a line read from its topic or file."""
+        known = self._lines.get(item.request_id)
         if known is not None:
             known.sources.append(item.source)
             return []
         if self.answers.again(item):
             return []
-        recovered = self.recovery.take(rid)
-        if recovered is None:
-            request = OpenRequest(item, StreamState(rid), self.position, [item.source], due_at=now_ms)
-            self._open[rid] = request
+        line = self._lines[item.request_id] = OpenLine(item, self.position, [item.source])
+        actions: list[Action] = []
+        for choice in item.requests():
+            request = OpenRequest(choice, StreamState(choice.request_id), line, due_at=now_ms)
+            self._open[choice.request_id] = request
+            actions += self._begin(request, now_ms, clock_ms)
+        return [*actions, *self._stop_others(line, now_ms)]
+
+    def _begin(self, request: OpenRequest, now_ms: int, clock_ms: int) -> list[Action]:
+        if not self.recovery.recall(request, clock_ms):
             return self._send(request)
-        request = OpenRequest(item, recovered.state, recovered.since, [item.source], due_at=now_ms)
-        request.logprobs = recovered.logprobs
-        request.sign_ms = clock_ms
-        self._open[rid] = request
         state = request.state
-        request.ran = state.run is not None or bool(state.lost)
         if state.end is not None:
             request.transition_to(Phase.SENT)
             return self._ended(request, now_ms)
@@ -137,17 +135,15 @@ class BatchShard:
         return []
 
     def has(self, request_id: bytes) -> bool:
-        """Whether it is open, or its answer is remembered here."""
-        return request_id in self._open or self.answers.remembers(request_id)
+        """Whether the line is open, or its answer is remembered here."""
+        return request_id in self._lines or self.answers.remembers(request_id)
 
-    def repeat(self, source: Source, request_id: bytes, value: bytes) -> None:
+    def repeat(self, item: BatchItem, value: bytes) -> None:
         """Answers a record that a producer wrote again with what the first one was answered with."""
-        self.recovery.take(request_id)
-        self.answers.topic.append(Answer(source, value, ok=True, request_id=request_id))
-
-    def refuse(self, source: Source, value: bytes) -> None:
-        """Answers a record that is no request."""
-        self.answers.topic.append(Answer(source, value, ok=False))
+        assert isinstance(item.source, Source)
+        for request_id in item.request_ids():
+            self.recovery.take(request_id)
+        self.answers.topic.append(Answer(item.source, value, ok=True, request_id=item.request_id))
 
     def on_sent(self, request_id: bytes, attempt: int, offset: int) -> None:
         """The broker acked a SendRequest."""
@@ -202,16 +198,16 @@ class BatchShard:
 
     def cancel(self, batch_id: str, error: ApiError, now_ms: int) -> list[Action]:
         """Ends the open items of a job: with their answer where that comes first, else with `error`."""
-        actions: list[Action] = []
-        for request in list(self._open.values()):
-            source = request.item.source
-            if isinstance(source, FileSource) and source.batch_id == batch_id and request.stopped is None:
-                request.stopped, request.stopped_at = error, now_ms
-                if request.phase is Phase.WAITING:
-                    actions += self._end(request, error)
-                else:
-                    actions.append(request.stop(error.code, behind_request=request.state.run is None))
-        return actions
+        sources = ((request, request.item.source) for request in self._open.values())
+        of_job = [r for r, s in sources if isinstance(s, FileSource) and s.batch_id == batch_id]
+        return self._word.stop(of_job, error, now_ms)
+
+    def _stop_others(self, line: OpenLine, now_ms: int) -> list[Action]:
+        """One choice of it has no answer: the others have no use."""
+        if line.error is None:
+            return []
+        others = [self._open[rid] for rid in line.item.request_ids() if rid in self._open]
+        return self._word.stop(others, line.error, now_ms)
 
     def rules_changed(self, tenants: Collection[str], now_ms: int) -> None:
         """What was refused for now goes out again once admission knows of the change too."""
@@ -237,17 +233,16 @@ class BatchShard:
         state, age = request.state, now_ms - request.item.accepted_at
         end_ms = request.item.end_ms or self._end_ms
         if request.stopped is not None:
-            if now_ms - request.stopped_at >= STOP_MS:
-                self._finish(request, request.stopped)
-            return []
+            over = now_ms - request.stopped_at >= STOP_MS
+            return self._finish(request, request.stopped) if over else []
         if request.phase is Phase.WAITING:
             if age >= end_ms:
-                return self._end(request, EXPIRED)
+                return self._word.end(request, EXPIRED)
             return self._send(request) if now_ms >= request.due_at else []
         if request.phase is not Phase.SENT:
             return []
         if request.oversized:
-            return self._end(request, TOO_LARGE)
+            return self._word.end(request, TOO_LARGE)
         if state.run is not None:
             reason = fleet.gone("worker", *state.run)
             if reason is None and fleet.may_judge and fleet.clock.now_ms - request.sign_ms >= SILENCE_MS:
@@ -258,7 +253,7 @@ class BatchShard:
                 return []  # of the last attempt the bound run may have heard all the same
             return self._retry(request, PREFILL_LOST) if fleet.gone("worker", *state.prefill) else []
         if age >= end_ms + EXPIRY_GRACE_MS:
-            return self._end(request, EXPIRED)
+            return self._word.end(request, EXPIRED)
         # The tenants of a shard are those whose requests hash to it: both partitions have the same number.
         match resend(request, admission.get(self.reply_partition), now_ms):
             case Resend.SEND:
@@ -284,8 +279,7 @@ class BatchShard:
                 return self._retry(request, "gap in the tokens")
             case Effect.RETRIED:
                 if request.stopped is not None:
-                    self._finish(request, request.stopped)
-                    return []
+                    return self._finish(request, request.stopped)
                 request.due_at = now_ms
                 if request.phase is not Phase.WAITING:
                     request.transition_to(Phase.WAITING)
@@ -298,35 +292,29 @@ class BatchShard:
         end = request.state.end
         answered = isinstance(end, Completion) and end.finish_reason not in RETRYABLE_FINISHES
         if request.stopped is not None and not answered:
-            self._finish(request, request.stopped)
-        elif isinstance(end, Rejected):
+            return self._finish(request, request.stopped)
+        if isinstance(end, Rejected):
             if reopen(request.state):
                 request.back_off(now_ms, end.retry_after_ms or 0)
                 tenant = request.item.source.tenant
                 self.refused_until[tenant] = max(request.due_at, self.refused_until.get(tenant, 0))
                 return []
-            self._finish(request, refused(end))
-        elif isinstance(end, Failed):
-            self._finish(request, failed(end))
-        elif isinstance(end, Completion):
+            return self._finish(request, refused(end))
+        if isinstance(end, Failed):
+            return self._finish(request, failed(end))
+        if isinstance(end, Completion):
             if end.finish_reason in RETRYABLE_FINISHES:
                 reason = end.message or f"the worker ended it: {end.finish_reason}"
                 return self._retry(request, reason)
-            self._finish(request, finished(request, end))
+            return self._finish(request, finished(request, end))
         return []
 
     def _retry(self, request: OpenRequest, reason: str) -> list[Action]:
         if request.stopped is not None:
-            self._finish(request, request.stopped)
-            return []
+            return self._finish(request, request.stopped)
         if request.phase in (Phase.RETRYING, Phase.FAILING):
             return []
         return self._word.retry(request, reason)
-
-    def _end(self, request: OpenRequest, error: ApiError) -> list[Action]:
-        """Of what no run is known to have, but may: the log says the end, and whatever has it stops."""
-        word = self._word.fail(request, error.code, error.message)
-        return [*word, request.stop(error.code, behind_request=True)]
 
     def _send(self, request: OpenRequest) -> list[Action]:
         request.transition_to(Phase.SENT)
@@ -334,9 +322,16 @@ class BatchShard:
         request.state.requests_offset = None
         return [SendRequest(request.to_send(self.reply_partition, self._epoch, self._end_ms))]
 
-    def _finish(self, request: OpenRequest, outcome: Outcome) -> None:
+    def _finish(self, request: OpenRequest, outcome: Outcome) -> list[Action]:
         request.transition_to(Phase.ENDED)
-        del self._open[request.item.request_id]
-        seal = self.answers.end(request, outcome)
-        row = told_usage(request, outcome) if seal is None else None
-        self._ended_items.put(request, row, self._ticked_ms)
+        line, rid, now_ms = request.line, request.item.request_id, self._ticked_ms
+        del self._open[rid]
+        end = choice_end(request, outcome)
+        row = told_usage(request, outcome) if end.seal is None else None
+        self._ended_items.put(request, row, now_ms)
+        line_end = line.end(rid, end)
+        if line_end is None:
+            return self._stop_others(line, now_ms)
+        del self._lines[line.item.request_id]
+        self.answers.end(line, line_end)
+        return []

@@ -1,5 +1,6 @@
 """What a batch shard wants done, and what it is told of admission."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from schemas.records import Cancellation, Claim, Failed, InferenceRequest, Restate, Retry, Usage
@@ -47,22 +48,22 @@ Action = SendRequest | Append | CancelRun | Restated | Seal
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One record for batch.results. `seal` must be acked before it goes out. Without `request_id` it is of a
+    """One record for batch.results. `seals` must be acked before it goes out. Without `request_id` it is of a
     record that is no request."""
 
     source: Source
     value: bytes
     ok: bool
-    seal: Usage | None = None
+    seals: Sequence[Usage] = ()
     request_id: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FileAnswer:
     """One line for a job's output file, or where `code` says why there is no answer, for its error file.
-    `sent`: it was a request.
+    `sent`: how many requests it was.
 
-    The tokens are those billed. `seal` must be acked before the job's state counts the line.
+    The tokens are those billed. `seals` must be acked before the job's state counts the line.
     """
 
     source: FileSource
@@ -72,8 +73,8 @@ class FileAnswer:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    seal: Usage | None = None
-    sent: bool = False
+    seals: Sequence[Usage] = ()
+    sent: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """How a batch request ended: its answer and, where the worker's row is not the truth, its usage. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,8 @@ from schemas.priority import PriorityClass
 from schemas.records import Completion, Failed, Rejected, Usage
 from schemas.stream_state import StreamState
 from streams.ledger.batch_item import BatchItem
+from streams.ledger.open_line import ChoiceEnd, Outcome
 from streams.ledger.open_request import OpenRequest
-
-Outcome = Finished | ApiError
 
 EXPIRED = ApiError(504, "batch_expired", "not finished within the time of a batch request")
 TOO_LARGE = ApiError(
@@ -73,10 +73,11 @@ def finished(request: OpenRequest, end: Completion) -> Finished:
     )
 
 
-def answer_body(item: BatchItem, finished: Finished) -> dict[str, Any]:
-    """What the API that the request is for would have answered."""
+def answer_body(item: BatchItem, choices: Sequence[Finished]) -> dict[str, Any]:
+    """What the API that the line is for would have answered."""
     if item.response is None:
-        return answer(item.url, finished)
+        return answer(item.url, *choices)
+    (finished,) = choices
     end = Completion(
         request_id=item.request_id,
         attempt=1,
@@ -99,6 +100,19 @@ def _logprobs(request: OpenRequest, end: Completion) -> dict[str, Any] | None:
     told = ToldTokens(item.model.tokenizer)
     told.add(request.state.token_ids, request.logprobs, end.finish_reason)
     return SHAPES.get(item.url, chat_logprobs)(item.model.tokenizer)(told.take(None, end))
+
+
+def choice_end(request: OpenRequest, outcome: Outcome) -> ChoiceEnd:
+    """Of one of several all that ran are sealed: what they cost is known only when the last has ended."""
+    ran = _was_run(request)
+    if request.line.item.num_requests > 1:
+        seal = owners_row(request, outcome) if ran else None
+    else:
+        seal = sealed_usage(request, outcome)
+    end = request.state.end
+    row = seal or (end if isinstance(end, Completion) else None)
+    refused = isinstance(outcome, ApiError) and not ran and request.stopped is None
+    return ChoiceEnd(outcome, seal, row, refused)
 
 
 def sealed_usage(request: OpenRequest, outcome: Outcome) -> Usage | None:

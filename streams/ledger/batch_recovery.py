@@ -1,5 +1,6 @@
 """What the reply partition says of requests that are not read from their topics in this life. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from schemas.records import Claim
@@ -7,7 +8,7 @@ from schemas.sampling import TokenLogprobs
 from schemas.stream_state import ReplyRecord, Run, StreamState
 from schemas.token_records import TokenChunk
 from streams.ledger.batch_outcome import reopen
-from streams.ledger.open_request import fold_chunk
+from streams.ledger.open_request import OpenRequest, fold_chunk
 
 RECOVERED_MS = 600_000
 
@@ -36,6 +37,10 @@ class Recovery:
     def __contains__(self, request_id: bytes) -> bool:
         return request_id in self._states
 
+    def has_any(self, request_ids: Iterable[bytes]) -> bool:
+        """Whether one of them is known of: an earlier life began the line whose choices they are."""
+        return bool(self._states) and any(request_id in self._states for request_id in request_ids)
+
     @property
     def low(self) -> int | None:
         """Where a successor would have to read from to learn the same."""
@@ -49,6 +54,16 @@ class Recovery:
     def take(self, request_id: bytes) -> Recovered | None:
         """The request was read; what is known of it is the caller's from now on."""
         return self._states.pop(request_id, None)
+
+    def recall(self, request: OpenRequest, clock_ms: int) -> bool:
+        """The request is open from now on: it stands where the log says. False where that says nothing."""
+        known = self.take(request.item.request_id)
+        if known is None:
+            return False
+        request.state, request.logprobs, request.sign_ms = known.state, known.logprobs, clock_ms
+        request.ran = known.state.run is not None or bool(known.state.lost)
+        request.line.since = min(request.line.since, known.since)
+        return True
 
     def apply(self, record: ReplyRecord, offset: int, timestamp_ms: int) -> None:
         """Takes a record of a request that is not open and has not ended in this life, or a claim to all."""

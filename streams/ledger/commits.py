@@ -88,7 +88,7 @@ class Committer:
                 continue
             began = time.perf_counter()
             # 1. The owner's usage rows. A crash from here on writes them again: the same rows.
-            seals = {a.seal.request_id: a.seal for a in answers if a.seal is not None}
+            seals = {seal.request_id: seal for answer in answers for seal in answer.seals}
             seals |= {seal.request_id: seal for job, _ in jobs for seal in job.seals}
             await self._sender.seal(seals.values())
             # 2. Answers, states, dead letters and offsets: all or nothing.

@@ -23,7 +23,6 @@ from schemas.stop_client import stop_client
 from streams.consumer import Consumer, assign_at, decoded
 from streams.ledger.batch import BatchShard
 from streams.ledger.batch_actions import Action
-from streams.ledger.batch_item import Source
 from streams.ledger.batch_offsets import admission_offsets
 from streams.ledger.batch_records import BadRecord, encode_error, parse
 from streams.ledger.batch_sender import BatchSender
@@ -273,9 +272,10 @@ class ShardCoordinator:
             )
             if isinstance(read, BadRecord):
                 self._refuse(read, record)
-            elif (answer := await self._answered(tenant, read.request_id)) is not None:
-                assert isinstance(read.source, Source)
-                self.batch.repeat(read.source, read.request_id, answer)
+                continue
+            self._sources.windows[tenant].weigh(record.offset, read.num_requests)
+            if (answer := await self._answered(tenant, read.request_id)) is not None:
+                self.batch.repeat(read, answer)
             else:
                 await self._sender.execute(self.batch.accept(read, epoch_ms(), self._fleet.clock.now_ms))
         self._note_answers()
@@ -295,7 +295,7 @@ class ShardCoordinator:
         letter = dead_letter(record.key, record.value, record.headers or (), reason, most)
         topic = topics.dlq(topics.batch_requests(bad.source.tenant))
         self.committer.put_letter(OutRecord(topic, *letter))
-        self.batch.refuse(bad.source, encode_error(bad.source, None, bad.error))
+        self.batch.answers.refuse(bad.source, encode_error(bad.source, None, bad.error))
 
     def _note_answers(self) -> None:
         BATCH_OPEN.labels(str(self._settings.shard)).set(self.batch.open)

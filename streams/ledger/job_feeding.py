@@ -22,8 +22,8 @@ from streams.ledger.job import FileJob
 from streams.ledger.job_lines import BadLine
 from streams.ledger.open_request import OpenRequest, Phase
 
-# Lines at once: enough for 1,000 items a second whose answers take a second, and of prompts of 1,000 tokens
-# less than 100 MB.
+# Requests at once: enough for 1,000 lines a second whose answers take a second, and of prompts of 1,000
+# tokens less than 100 MB.
 MAX_OPEN = 2_048
 # Of a tenant these may always be open: others whose requests are refused or stuck do not hold it up.
 RESERVED_OF_TENANT = 64
@@ -39,7 +39,7 @@ MAX_UNREAD = 128
 @dataclass(slots=True)
 class RunningJob:
     """A job that has its turn. `window`: lines that were read ahead, the next one last. `sent` is how many
-    are with admission or running, or ended and not written."""
+    requests its lines are that were sent and have not ended: one each, or one for each choice."""
 
     job: FileJob
     window: list[BatchItem | BadLine] = field(default_factory=list)
@@ -82,8 +82,8 @@ class Unserved:
 
     def add(self, item: BatchItem) -> None:
         """It is sent."""
-        self.tokens[item.model.spec.id] += num_tokens(item)
-        self.unread += 1
+        self.tokens[item.model.spec.id] += item.num_tokens
+        self.unread += item.num_requests
 
     def is_full(self, model: str) -> bool:
         """Whether no more is to be sent to it now."""
@@ -144,13 +144,8 @@ class Feeder:
         line = running.window.pop()
         if isinstance(line, BatchItem):
             tenant = running.job.tenant
-            self._used[tenant] = self._used.get(tenant, 0.0) + num_tokens(line) / max(weight, 1e-3)
+            self._used[tenant] = self._used.get(tenant, 0.0) + line.num_tokens / max(weight, 1e-3)
         return line
-
-
-def num_tokens(item: BatchItem) -> int:
-    """Of its prompt, and of the longest output that it may have."""
-    return len(item.prompt_token_ids) + item.sampling.max_tokens
 
 
 def in_prefix_order(lines: list[BatchItem | BadLine]) -> list[BatchItem | BadLine]:

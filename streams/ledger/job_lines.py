@@ -124,6 +124,10 @@ class BadLine(NamedTuple):
     request_id: bytes
     error: ApiError
 
+    def request_ids(self) -> list[bytes]:
+        """The one that it would be, as far as anybody knows."""
+        return [self.request_id]
+
 
 def line_fields(line: Line) -> dict[str, Any]:
     """Raises ApiError."""

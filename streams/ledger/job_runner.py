@@ -197,9 +197,9 @@ class JobRunner:
                 continue
             rules = self._tenants().get(job.tenant)
             recovery = self._batch.recovery
-            lines = await source.next(rules, running.stopped, recovery.__contains__)
+            lines = await source.next(rules, running.stopped, recovery.has_any)
             # What an earlier life sent goes on whatever else waits.
-            begun = {line.request_id for line in lines if line.request_id in recovery}
+            begun = {line.request_id for line in lines if recovery.has_any(line.request_ids())}
             await self._send(running, [line for line in lines if line.request_id in begun])
             running.window[:0] = [line for line in lines if line.request_id not in begun]
             self._moved.set()
@@ -275,9 +275,9 @@ class JobRunner:
     async def _send(self, running: LiveJob, lines: Iterable[BatchItem | BadLine]) -> None:
         answers, recovery = self._batch.answers, self._batch.recovery
         for line in lines:
-            stopped = running.stopped if line.request_id not in recovery else None
+            stopped = running.stopped if not recovery.has_any(line.request_ids()) else None
             if isinstance(line, BatchItem) and stopped is None:
-                running.sent += 1
+                running.sent += line.num_requests
                 now_ms = epoch_ms()
                 await self._execute(self._batch.accept(line, now_ms, self._fleet.clock.now_ms))
                 if running.stopped is not None:

@@ -2,8 +2,9 @@
 time."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
+from schemas.api.choices import MAX_CHOICES, choice_request_id
 from schemas.api.errors import ApiError
 from schemas.models import LoadedModel
 from schemas.records import BatchError, BatchJob, Tenant
@@ -57,12 +58,12 @@ class JobInput:
         self._lines: list[Line] = []
 
     async def next(
-        self, rules: Tenant | None, stopped: ApiError | None, known: Callable[[bytes], bool]
+        self, rules: Tenant | None, stopped: ApiError | None, known: Callable[[Iterable[bytes]], bool]
     ) -> Lines:
         """The next lines that have not ended, the last one first; none at the end, or with `error`.
 
-        `stopped`: how they end without being sent, but those of whose requests an earlier life left word
-        (`known`).
+        `stopped`: how they end without being sent, but those that an earlier life left word of (`known`: of
+        any of these requests).
         """
         job = self._job
         found: list[tuple[int, Line]] = []
@@ -82,7 +83,7 @@ class JobInput:
                 lines: Lines = []
                 for index, line in found:
                     rid = item_request_id(job.batch_id, index)
-                    if stopped is None or known(rid):
+                    if stopped is None or known(choice_request_id(rid, i) for i in range(MAX_CHOICES)):
                         lines.append(read_line(job.asked, index, line, self._models, rules))
                     else:
                         lines.append(BadLine(source_of(job.asked, index, line), rid, stopped))

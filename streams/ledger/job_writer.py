@@ -86,7 +86,7 @@ class JobWriter:
                 name = part_name(job.tenant, job.batch_id, kind, write.number, self._epoch)
                 await self._store.write(name, write.data)
             # 2. With the usage rows and the offsets, the state speaks of them: they are there.
-            seals = [answer.seal for answer in answers if answer.seal is not None]
+            seals = [seal for answer in answers for seal in answer.seals]
             sent = [answer.request_id for answer in answers if answer.sent]
             await self._commit(JobCommit(job.state(), sent, seals))
         for answer in answers:

@@ -11,7 +11,8 @@ from schemas.sampling import TokenLogprobs
 from schemas.stream_state import Effect, Run, StreamState
 from schemas.token_records import TokenChunk
 from streams.ledger.batch_actions import CancelRun
-from streams.ledger.batch_item import BatchItem, FileSource, Source
+from streams.ledger.batch_item import BatchItem
+from streams.ledger.open_line import OpenLine
 
 FIRST_BACKOFF_MS = 1_000
 MAX_BACKOFF_MS = 60_000
@@ -36,15 +37,14 @@ _NEXT: Mapping[Phase, frozenset[Phase]] = {
 
 @dataclass(slots=True)
 class OpenRequest:
-    """`sources` has more than one where a producer wrote the same request twice. Times are ms;
-    `sign_ms` is on the fleet's log clock. `since` is where the reply partition must be read from. `logprobs`
-    are those of the state's tokens, as far as they were told. `stopped`: how it ends unless an answer comes
-    first; it was cancelled at `stopped_at`. `oversized`: no record of the log holds it as it is."""
+    """`item` is the line, or one choice of it. Times are ms; `sign_ms` is on the fleet's log clock.
+    `logprobs` are those of the state's tokens, as far as they were told. `stopped`: how it ends unless an
+    answer comes first; it was cancelled at `stopped_at`. `oversized`: no record of the log holds it as it is.
+    """
 
     item: BatchItem
     state: StreamState
-    since: int
-    sources: list[Source | FileSource]
+    line: OpenLine
     phase: Phase = Phase.WAITING
     due_at: int = 0
     backoff_ms: int = FIRST_BACKOFF_MS

@@ -1,10 +1,12 @@
-"""What a coordinator says of its request in the log: another attempt, or the end. Pure.
+"""What a coordinator says of its requests in the log: another attempt, or the end. Pure.
 
 Either counts when it is read back and nothing else was first.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from schemas.api.errors import ApiError
 from schemas.records import Claim, Failed, Retry
 from streams.ledger.batch_actions import Action, Append
 from streams.ledger.open_request import OpenRequest, Phase
@@ -19,6 +21,14 @@ class OwnerWord:
     slot: int
     epoch: int
 
+    def claims(self, epochs: Iterable[int]) -> list[Action]:
+        """To all that is open of these lives."""
+        return [
+            Append(Claim(from_epoch=epoch, by_slot=self.slot, by_epoch=self.epoch))
+            for epoch in sorted(epochs)
+            if epoch != self.epoch
+        ]
+
     def retry(self, request: OpenRequest, reason: str) -> list[Action]:
         """The end, where it was tried often enough."""
         attempt = request.state.attempt
@@ -31,6 +41,24 @@ class OwnerWord:
     def fail(self, request: OpenRequest, code: str, message: str) -> list[Action]:
         failed = Failed(request.item.request_id, request.state.attempt, self.epoch, code, message)
         return self._say(request, failed, Phase.FAILING)
+
+    def end(self, request: OpenRequest, error: ApiError) -> list[Action]:
+        """Of what no run is known to have, but may: the log says the end, and whatever has it stops."""
+        word = self.fail(request, error.code, error.message)
+        return [*word, request.stop(error.code, behind_request=True)]
+
+    def stop(self, requests: Iterable[OpenRequest], error: ApiError, now_ms: int) -> list[Action]:
+        """Ends those not stopped yet: with their answer where that comes first, else with `error`."""
+        actions: list[Action] = []
+        for request in requests:
+            if request.stopped is not None:
+                continue
+            request.stopped, request.stopped_at = error, now_ms
+            if request.phase is Phase.WAITING:
+                actions += self.end(request, error)
+            else:
+                actions.append(request.stop(error.code, behind_request=request.state.run is None))
+        return actions
 
     def _say(self, request: OpenRequest, record: Retry | Failed, phase: Phase) -> list[Action]:
         if request.phase is Phase.WAITING:

@@ -14,12 +14,14 @@ _VERSION = "1:"
 
 
 class SourceWindow:
-    """`next_offset` is where to read on. Offsets open in ascending order and are answered in any."""
+    """`next_offset` is where to read on. Offsets open in ascending order and are answered in any; each counts
+    as one open request, until `weigh` says how many it is."""
 
     def __init__(self, committed: int, metadata: str = "") -> None:
         """Raises ValueError when `metadata` was not written by `commit`."""
         self.next_offset = committed
-        self._open: dict[int, None] = {}
+        self._open: dict[int, int] = {}
+        self._requests = 0
         self._answered = _decode(committed, metadata)
 
     @property
@@ -32,8 +34,8 @@ class SourceWindow:
         return next(iter(self._open), self.next_offset)
 
     def room(self, limit: int) -> int:
-        """How many more records may be read with at most `limit` open."""
-        return max(0, min(limit - len(self._open), self.low + MAX_SPAN - self.next_offset))
+        """How many more records may be read with at most `limit` requests open."""
+        return max(0, min(limit - self._requests, self.low + MAX_SPAN - self.next_offset))
 
     def take(self, offset: int) -> bool:
         """Notes that `offset` was read. True when it opens, False when an earlier life answered it."""
@@ -42,12 +44,18 @@ class SourceWindow:
         self.next_offset = offset + 1
         if offset in self._answered:
             return False
-        self._open[offset] = None
+        self._open[offset] = 1
+        self._requests += 1
         return True
+
+    def weigh(self, offset: int, requests: int) -> None:
+        """The open record is so many requests."""
+        self._requests += requests - self._open[offset]
+        self._open[offset] = requests
 
     def answer(self, offset: int) -> None:
         """Notes that the answer to an open record is part of the next commit."""
-        del self._open[offset]
+        self._requests -= self._open.pop(offset)
         self._answered.add(offset)
 
     def commit(self) -> tuple[int, str]:

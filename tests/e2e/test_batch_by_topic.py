@@ -56,9 +56,13 @@ def test_both_shapes_are_answered_and_billed_as_batch(simulated_stack: RunningSt
         [
             {"custom_id": "own", "model": simulated_stack.model, "prompt": "hi", "max_tokens": 4},
             {"custom_id": "line", "method": "POST", "url": "/v1/chat/completions", "body": chat},
+            {"custom_id": "two", "method": "POST", "url": "/v1/chat/completions", "body": {**chat, "n": 2}},
         ],
-        answers=2,
+        answers=3,
     )
+    two = found["two"]["response"]["body"]
+    assert [choice["index"] for choice in two["choices"]] == [0, 1]
+    assert [len(choice["message"]["content"]) for choice in two["choices"]] == [5, 5]
     assert found["own"]["usage"] == {"input_tokens": 3, "cached_tokens": 0, "output_tokens": 4}
     assert len(found["own"]["text"]) == 4
     response = found["line"]["response"]
@@ -66,8 +70,9 @@ def test_both_shapes_are_answered_and_billed_as_batch(simulated_stack: RunningSt
     assert found["line"]["error"] is None
     assert response["body"]["usage"]["completion_tokens"] == 5
     assert len(response["body"]["choices"][0]["message"]["content"]) == 5
+    assert two["usage"]["prompt_tokens"] == 2 * response["body"]["usage"]["prompt_tokens"]
     bill = "SELECT class, count(), sum(output_tokens) FROM usage_final WHERE tenant='batches' GROUP BY 1"
-    eventually(lambda: simulated_stack.sql(bill) == [["batch", "2", "9"]])
+    eventually(lambda: simulated_stack.sql(bill) == [["batch", "4", "19"]])
 
 
 def test_a_bad_record_is_answered_and_kept_and_the_next_one_is_served(simulated_stack: RunningStack) -> None:

@@ -13,6 +13,7 @@ import pytest
 from openai.types import Batch
 
 from schemas.api.batches import ENDED
+from schemas.api.choices import choice_request_id
 from schemas.priority import PriorityClass
 from tests.e2e.conftest import RunningStack
 
@@ -139,6 +140,40 @@ def test_lines_of_every_url(client: openai.OpenAI) -> None:
         "/v1/messages": "message",
         "/v1/generate": True,
     }
+
+
+def test_choices_of_a_line_are_answered_and_counted_as_online(
+    client: openai.OpenAI, simulated_stack: RunningStack
+) -> None:
+    messages: Any = [{"role": "user", "content": "x"}]
+    online = client.chat.completions.create(model="simulated", messages=messages, max_tokens=5, n=3, seed=7)
+    batch = end_of(client, start(client, [line("chat", messages=messages, n=3, seed=7), line("one")]).id)
+    assert batch.status == "completed"
+    assert batch.request_counts is not None
+    assert (batch.request_counts.total, batch.request_counts.completed) == (2, 2)
+    found = {each["custom_id"]: each["response"] for each in lines_of(client, batch.output_file_id)}
+    body = found["chat"]["body"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["length"] * 3
+    assert online.usage is not None
+    assert body["usage"]["prompt_tokens"] == online.usage.prompt_tokens
+    assert body["usage"]["completion_tokens"] == online.usage.completion_tokens == 15
+    texts = {"model": "simulated", "prompt": ["a", "b"], "n": 2, "max_tokens": 3}
+    asked = {**line("texts", "/v1/completions"), "body": texts}
+    batch = end_of(client, start(client, [asked], "/v1/completions").id)
+    (each,) = lines_of(client, batch.output_file_id)
+    assert len(each["response"]["body"]["choices"]) == 4
+    assert each["response"]["body"]["usage"]["completion_tokens"] == 12
+    query = (
+        "SELECT count(), uniqExact(request_id), sum(output_tokens) FROM usage_final "
+        f"WHERE request_id IN ({', '.join(map(repr, _choice_ids(each, 4)))})"
+    )
+    assert until(lambda: simulated_stack.sql(query), lambda rows: rows[0][0] == "4") == [["4", "4", "12"]]
+
+
+def _choice_ids(line: dict[str, Any], count: int) -> list[str]:
+    first = bytes.fromhex(line["response"]["request_id"])
+    return [choice_request_id(first, i).hex() for i in range(count)]
 
 
 @pytest.mark.parametrize(

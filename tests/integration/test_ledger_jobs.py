@@ -15,6 +15,7 @@ import pytest_asyncio
 from schemas import topics
 from schemas.records import BatchState, InferenceRequest, Tenant
 from schemas.topics import Layout
+from streams.ledger.file_lines import item_request_id
 from tests.job_driver import JobDriver, make_line
 from tests.ledger_driver import LedgerDriver, echo
 from tests.ledger_process import LedgerProcess
@@ -277,3 +278,48 @@ async def test_while_results_cannot_be_written_the_job_waits_and_then_goes_on(
     assert (state.status, state.completed) == ("completed", len(names))
     each_once(jobs, state, names)
     assert len([request for request in driver.requests if request.tenant == tenant]) == len(names)
+
+
+async def test_kill_9_between_the_choices_of_a_line(
+    ledger: LedgerProcess, driver: LedgerDriver, jobs: JobDriver
+) -> None:
+    tenant = await make_tenant(driver, "choices")
+    named, late = asyncio.Event(), asyncio.Event()
+
+    async def first_ones_first(driver: LedgerDriver, request: InferenceRequest, offset: int) -> None:
+        # Each line's first choice ends at once, the others in the ledger's next life.
+        await named.wait()
+        if request.request_id not in firsts:
+            await late.wait()
+        await echo(driver, request, offset)
+
+    names = [f"n{i}" for i in range(20)]
+    messages = [{"role": "user", "content": "hi"}]
+    asked: dict[str, Any] = {"model": "simulated", "messages": messages, "max_tokens": 3, "n": 3, "seed": 5}
+    lines = [make_line(name, "/v1/chat/completions", **asked) for name in names]
+    firsts: set[bytes] = set()
+    driver.serve = first_ones_first
+    try:
+        batch_id = await jobs.run_job(tenant, lines, endpoint="/v1/chat/completions")
+        firsts |= {item_request_id(batch_id, i) for i in range(len(names))}
+        named.set()
+        await asyncio.sleep(2.5)
+        await ledger.kill()
+        await ledger.start()
+        late.set()
+        state = await jobs.wait_for(batch_id, seconds=60)
+    finally:
+        driver.serve = echo
+    assert (state.status, state.total, state.completed) == ("completed", len(names), len(names))
+    by_name = each_once(jobs, state, names)
+    for name in names:
+        body = by_name[name]["response"]["body"]
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+        assert [choice["message"]["content"] for choice in body["choices"]] == ["abc"] * 3
+        assert body["usage"]["completion_tokens"] == 9
+    ran = [request for request in driver.requests if request.tenant == tenant]
+    assert len({request.request_id for request in ran}) == 60
+    counted = Counter(request.request_id for request in ran)
+    assert [counted[first] for first in firsts] == [1] * len(names)
+    assert len({request.sampling.seed for request in ran}) == 3
+    await bill(ledger, tenant, f"60\t{3 * 60}\n")

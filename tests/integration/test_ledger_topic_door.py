@@ -12,7 +12,7 @@ from aiokafka.errors import MessageSizeTooLargeError
 
 from schemas import topics
 from schemas.codec import decode, encode
-from schemas.records import BatchRequest, BatchResult
+from schemas.records import BatchRequest, BatchResult, InferenceRequest
 from schemas.topics import MAX_RECORD_BYTES, Layout
 from tests.integration.test_ledger_process import Results, dead_letters, eventually, tenant_with_topics
 from tests.ledger_driver import LedgerDriver, echo
@@ -104,6 +104,56 @@ async def test_a_producers_retry_is_not_run_again_whatever_happened_between(
     assert [values.count(value) for value in first] == [3, 3, 3]
     assert len([r for r in driver.requests if r.tenant == "retries"]) == 4
     await eventually(ledger, "SELECT requests, output_tokens FROM billing WHERE tenant='retries'", "4\t8\n")
+
+
+async def test_choices_outlive_the_ledger_and_are_one_answer_in_each_encoding(
+    kafka: str, ledger: LedgerProcess, driver: LedgerDriver, producer: Any
+) -> None:
+    results = await tenant_with_topics(kafka, driver, "choices")
+    late = asyncio.Event()
+    seen: list[bytes] = []
+
+    async def every_second_late(driver: LedgerDriver, request: InferenceRequest, offset: int) -> None:
+        seen.append(request.request_id)
+        if len(seen) % 2 == 0 and not late.is_set():
+            await late.wait()
+        await echo(driver, request, offset)
+
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"model": "simulated", "messages": messages, "max_tokens": 2, "n": 2}
+    url = "/v1/chat/completions"
+    line = json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body}).encode()
+    sent: list[Record] = [(line, None), (encode(BatchRequest("a", json.dumps(body), url=url)), None)]
+    driver.serve = every_second_late
+    try:
+        await publish(producer, "choices", *sent)
+        async with asyncio.timeout(20):
+            while len(seen) < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
+        await ledger.kill()
+        await ledger.start()
+        late.set()
+        first = await results.take(2)
+    finally:
+        driver.serve = echo
+    await publish(producer, "choices", *sent)
+    values = await results.take(4)
+    assert sorted(values[2:]) == sorted(first)
+    assert {shape(value) for value in first} == {"line", "avro"}
+    for value in first:
+        if shape(value) == "avro":
+            result = decode(value)
+            assert isinstance(result, BatchResult)
+            answer = json.loads(result.body or "")
+        else:
+            answer = json.loads(value)["response"]["body"]
+        assert [choice["message"]["content"] for choice in answer["choices"]] == ["ab", "ab"]
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        assert answer["usage"]["completion_tokens"] == 4
+    ran = {request.request_id for request in driver.requests if request.tenant == "choices"}
+    assert len(ran) == 4
+    await eventually(ledger, "SELECT requests, output_tokens FROM billing WHERE tenant='choices'", "4\t8\n")
 
 
 async def test_a_record_is_as_large_as_the_broker_takes_it(

@@ -46,7 +46,7 @@ def test_a_request_and_its_answer() -> None:
     world.say(dispatched(request), tokens(request, 0, "ab"), tokens(request, 2, "cd"), completion(request, 4))
     (answer,) = world.answers()
     assert (answer["text"], answer["usage"]["output_tokens"]) == ("abcd", 4)
-    assert world.shard.answers.topic[0].seal is None
+    assert world.shard.answers.topic[0].seals == []
     assert world.shard.open == 0
     assert world.shard.resume_offset == len(world.log)
 
@@ -112,7 +112,7 @@ def test_refused_for_good_is_an_answer(status: int, code: str, want: str | None)
     world.accept(make_item())
     world.say(rejected(world.last, status, code))
     assert world.answers()[0]["error"]["code"] == (want or code)
-    assert world.shard.answers.topic[0].seal is None
+    assert world.shard.answers.topic[0].seals == []
 
 
 def test_a_lost_worker_is_retried_from_where_it_was() -> None:
@@ -179,8 +179,7 @@ def test_it_gives_up_and_seals_the_bill() -> None:
         )
     assert isinstance(world.log[-1], Failed)
     assert world.answers()[0]["error"]["code"] == "worker_lost"
-    seal = world.shard.answers.topic[0].seal
-    assert seal is not None
+    (seal,) = world.shard.answers.topic[0].seals
     assert (seal.attempt, seal.sealed, seal.output_tokens, seal.input_tokens) == (4, True, 4, 3)
 
 
@@ -192,8 +191,7 @@ def test_a_stray_is_cancelled_and_the_bill_sealed() -> None:
     world.say(tokens(request, 2, "no", epoch=99), completion(request, 1))
     assert [(c.slot, c.epoch) for c in world.cancelled] == [(0, 99)]
     assert world.answers()[0]["text"] == "a"
-    seal = world.shard.answers.topic[0].seal
-    assert seal is not None
+    (seal,) = world.shard.answers.topic[0].seals
     assert (seal.sealed, seal.output_tokens, seal.finish_reason) == (True, 1, "length")
 
 

@@ -147,7 +147,7 @@ def test_an_answer_that_no_record_can_hold_is_an_error() -> None:
         ({**LINE, "body": "text"}, "invalid_value", "body"),
         ({"custom_id": "a", "url": "/v1/generate"}, "missing_field", "body"),
         ({**LINE, "body": {**CHAT_BODY, "stream": True}}, "invalid_value", "stream"),
-        ({**LINE, "body": {**CHAT_BODY, "n": 2}}, "unsupported_field", "n"),
+        ({**LINE, "body": {**CHAT_BODY, "n": 17}}, "invalid_value", "n"),
         ({**LINE, "body": {**CHAT_BODY, "top_logprobs": 2}}, "invalid_value", "top_logprobs"),
         ({**LINE, "url": "/v1/messages", "body": {**CHAT_BODY, "n": 1}}, "unknown_field", "n"),
         (

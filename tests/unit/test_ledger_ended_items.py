@@ -35,7 +35,7 @@ def test_a_second_run_that_shows_only_behind_the_end_is_stopped_and_changes_noth
     world.accept(make_item())
     request = world.last
     world.say(dispatched(request), tokens(request, 0, "a"), completion(request, 1))
-    assert world.shard.answers.topic[0].seal is None
+    assert world.shard.answers.topic[0].seals == []
     world.say(tokens(request, 0, "a"))  # of the run that ended it
     assert (world.cancelled, world.seals) == ([], [])
     world.say(dispatched(request, epoch=99) if first == "dispatched" else tokens(request, 0, "ab", epoch=99))
@@ -79,7 +79,7 @@ def test_a_run_behind_batch_expired_is_stopped_and_costs_nothing() -> None:
     world.now += EXPIRES_MS
     world.tick()
     assert [answer["error"]["code"] for answer in world.answers()] == ["batch_expired"]
-    assert world.shard.answers.topic[0].seal is None
+    assert world.shard.answers.topic[0].seals == []
     # Whatever folds the log knows that it has ended, and what still has it is to let it go.
     assert isinstance(world.log[-1], Failed)
     assert world.log[-1].code == "batch_expired"
@@ -112,12 +112,12 @@ def test_what_lies_before_the_word_that_it_expired_is_answered_and_billed(ends: 
     world.do(said)
     world.read_back()
     (answer,) = world.answers()
-    seal = world.shard.answers.topic[0].seal
+    seals = world.shard.answers.topic[0].seals
     if ends:
-        assert (answer["text"], seal) == ("ab", None)
+        assert (answer["text"], seals) == ("ab", [])
         return
     assert (answer["error"]["code"], answer["usage"]["output_tokens"]) == ("batch_expired", 2)
-    assert seal is not None
+    (seal,) = seals
     assert (seal.sealed, seal.input_tokens, seal.output_tokens) == (True, 3, 2)
 
 
@@ -158,6 +158,5 @@ def test_a_run_that_began_before_a_restart_is_billed_though_it_told_no_token() -
     first.log += [dispatched(first.last), failed]
     second = World(first.log, 0, EPOCH + 1)
     second.accept(make_item())
-    seal = second.shard.answers.topic[0].seal
-    assert seal is not None
+    (seal,) = second.shard.answers.topic[0].seals
     assert (seal.input_tokens, seal.output_tokens) == (3, 0)

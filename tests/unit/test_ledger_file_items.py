@@ -83,7 +83,7 @@ def test_a_cancel_reaches_the_queue_while_no_run_is_bound(bound: bool) -> None:
     else:
         world.say(rejected(request, 499, "cancelled"))
     (answer,) = world.shard.answers.file
-    assert (answer.code, answer.seal) == ("batch_cancelled", None)
+    assert (answer.code, answer.seals) == ("batch_cancelled", [])
     assert answer.output_tokens == (2 if bound else 0)
     line = line_of(answer)
     assert line["response"] is None
@@ -108,7 +108,7 @@ def test_what_waits_to_be_sent_again_ends_at_once(status: int) -> None:
     world.do(world.shard.cancel(JOB, CANCELLED, world.now))
     world.read_back()
     answer = ended(world)[0]
-    assert (answer.code, answer.seal) == ("batch_cancelled", None)
+    assert (answer.code, answer.seals) == ("batch_cancelled", [])
     # What was sent before was taken after all.
     world.say(dispatched(world.last))
     assert [(seal.input_tokens, seal.output_tokens) for seal in world.seals] == [(0, 0)]
@@ -122,7 +122,7 @@ def test_a_second_run_behind_the_cancelled_one_changes_nothing_of_the_bill() -> 
     world.do(world.shard.cancel(JOB, CANCELLED, world.now))
     world.say(replace(completion(request, 2, "cancelled"), cached_tokens=1))
     answer = ended(world)[0]
-    assert (answer.seal, answer.cached_tokens, answer.output_tokens) == (None, 1, 2)
+    assert (answer.seals, answer.cached_tokens, answer.output_tokens) == ([], 1, 2)
     world.say(tokens(request, 0, "abcd", epoch=99))
     (seal,) = world.seals
     assert (seal.sealed, seal.input_tokens, seal.cached_tokens, seal.output_tokens) == (True, 3, 1, 2)
@@ -138,8 +138,8 @@ def test_a_worker_lost_after_the_cancel_is_not_replaced_and_billed_for_what_came
     answer, _ = ended(world)
     assert len(world.requests) == 1
     assert not any(isinstance(record, Retry) for record in world.log)
-    assert answer.seal is not None
-    assert (answer.seal.sealed, answer.seal.output_tokens, answer.seal.finish_reason) == (
+    (seal,) = answer.seals
+    assert (seal.sealed, seal.output_tokens, seal.finish_reason) == (
         True, 2, "cancelled",
     )  # fmt: skip
     assert (answer.input_tokens, answer.output_tokens) == (3, 2)

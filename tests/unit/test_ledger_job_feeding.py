@@ -22,7 +22,6 @@ from streams.ledger.job_feeding import (
     Unserved,
     in_prefix_order,
     next_to_run,
-    num_tokens,
     queued_tokens,
 )
 from streams.ledger.job_lines import BadLine
@@ -139,7 +138,7 @@ def test_what_waits_in_admission_is_told_by_who_took_the_partition_last() -> Non
 
 def test_what_was_sent_since_admission_last_said_counts_at_once() -> None:
     item = make_item_of("a", "b", 0)
-    each = num_tokens(item)
+    each = item.num_tokens
     world = World()
     for index in range(3):
         world.accept(make_item_of("a", "b", index))

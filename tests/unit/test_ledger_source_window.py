@@ -29,6 +29,16 @@ def test_a_restart_opens_exactly_what_was_not_answered(offsets: list[int], data:
             assert window.open == len([o for o in offsets if o <= offset]) - len(answered)
 
 
+def test_a_record_of_several_requests_takes_the_room_of_as_many() -> None:
+    window = SourceWindow(0)
+    window.take(0)
+    window.take(1)
+    window.weigh(1, 4)
+    assert (window.open, window.room(6), window.room(5)) == (2, 1, 0)
+    window.answer(1)
+    assert window.room(6) == 5
+
+
 def test_room_is_bounded_by_open_and_by_span() -> None:
     window = SourceWindow(0)
     assert window.room(3) == 3
